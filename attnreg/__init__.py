@@ -1,0 +1,42 @@
+"""One attention call that means one thing, run by the best kernel that can give exactly that meaning."""
+
+from .attention import attention, explain, explain_spec, last_selection
+from .backend import Backend
+from .call import AttentionCall, Pages
+from .capabilities import EMULATED, NATIVE, Capabilities, Dims, Reason, Support
+from .hookspecs import hookimpl
+from .packing import Padding
+from .policy import expect, use, using
+from .registry import backends, register, unregister
+from .select import NoBackendError, Selection
+from .spec import AttentionSpec, Feature
+from .version import __version__
+
+__all__ = [
+    "__version__",
+    "EMULATED",
+    "NATIVE",
+    "AttentionCall",
+    "AttentionSpec",
+    "Backend",
+    "Capabilities",
+    "Dims",
+    "Feature",
+    "NoBackendError",
+    "Padding",
+    "Pages",
+    "Reason",
+    "Selection",
+    "Support",
+    "attention",
+    "backends",
+    "expect",
+    "explain",
+    "explain_spec",
+    "hookimpl",
+    "last_selection",
+    "register",
+    "unregister",
+    "use",
+    "using",
+]

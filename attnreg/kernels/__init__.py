@@ -1,0 +1,16 @@
+"""The built-in backends, which arrive by the same hook as anybody's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..backend import Backend
+from ..hookspecs import hookimpl
+
+
+@hookimpl
+def attnreg_backends() -> Sequence[Backend]:
+    from .reference import reference
+    from .sdpa import sdpa
+
+    return [sdpa, reference]

@@ -1,0 +1,281 @@
+"""torch's own attention kernels, called by name: CPU flash; on CUDA flash and memory-efficient; math where those can't.
+
+`torch.nn.functional.scaled_dot_product_attention` chooses among them by process-wide switches and falls back in silence. Here the
+choice is `kernel_for`, a function of the spec that the explanation shows, and no switch is read or set. cuDNN is a backend of its own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch.nn.functional import pad
+
+from ..backend import Backend, Output
+from ..call import AttentionCall
+from ..capabilities import EMULATED, NATIVE, Capabilities, Reason, Support
+from ..spec import AttentionSpec, Feature
+from ..visibility import alibi_bias, real_keys, real_queries, structure
+
+NEGATIVE_INFINITY = float("-inf")
+_HALF = (torch.float16, torch.bfloat16)
+
+
+def kernel_for(spec: AttentionSpec) -> str:
+    """Which of torch's kernels runs a spec: "cpu flash", "flash", "efficient" or "math"."""
+    learned_bias = any(name in spec.gradients for name in ("bias", "sinks", "alibi_slopes"))
+    if spec.device == "cpu":
+        return "math" if spec.dropout or learned_bias else "cpu flash"
+    if spec.device != "cuda" or spec.dtype == torch.float64:
+        return "math"
+    largest = max(spec.head_dim, spec.value_dim)
+    unmasked = not (spec.key_mask or spec.key_lengths or spec.key_starts or spec.packed or spec.query_lengths)
+    plain = unmasked and spec.mask is None and spec.bias is None and spec.alibi is None and not spec.sinks
+    if plain and spec.dtype in _HALF and largest <= 256 and spec.capability >= (8, 0):
+        return "flash"
+    if spec.dtype == torch.bfloat16 and spec.capability < (8, 0):
+        return "math"
+    return "efficient"
+
+
+def run_sdpa(call: AttentionCall) -> Output:
+    """Runs the kernel that `kernel_for` names, in (B, H, S, D)."""
+    spec = call.spec
+    query, key, value = call.query, call.key, call.value
+    kernel = kernel_for(spec)
+    plain = not spec.padded and spec.unit_stride and spec.head_dim == spec.value_dim
+    if kernel == "cpu flash" and plain and not _needs_mask(spec):
+        output, lse = torch._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, 0.0, call.causal and spec.equal_lengths, scale=call.scale
+        )
+        return (output, lse) if call.return_lse else output
+
+    queries = real_queries(call) if spec.padded else None
+    if not spec.finite_padding and spec.padded:
+        query, key, value = _cleaned(query, key, value, queries, real_keys(call))
+    if not spec.unit_stride:
+        # The kernels would read a last dimension of another stride as if it had stride 1.
+        query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
+    if kernel == "flash":
+        output, lse = _flash(call, query, key, value)
+    else:
+        mask, causal = _mask(call, kernel)
+        if call.sinks is not None:
+            key, value, mask = _with_sink_column(call, key, value, mask)
+        output, lse = {"cpu flash": _cpu_flash, "efficient": _efficient, "math": _math}[kernel](call, query, key, value, mask, causal)
+        if call.return_lse and mask is not None:
+            # What the kernels write for an empty row differs: 0, -inf or +inf.
+            lse = lse.masked_fill((mask == NEGATIVE_INFINITY).all(-1), NEGATIVE_INFINITY)
+    if queries is not None:
+        output = output.masked_fill(~queries[:, None, :, None], 0.0)
+        lse = lse.masked_fill(~queries[:, None, :], NEGATIVE_INFINITY) if call.return_lse else None
+    return (output, lse) if call.return_lse else output
+
+
+# ---------------------------------------------------------------------- what stands around the kernels
+
+
+def _needs_mask(spec: AttentionSpec) -> bool:
+    """Whether something must be written into a mask, besides causality that the kernel knows itself."""
+    diagonal = spec.causal and not spec.equal_lengths and not spec.single_query
+    written = spec.mask is not None or spec.bias is not None or spec.alibi is not None or spec.sinks or spec.window is not None
+    return diagonal or written or bool(spec.key_mask or spec.key_lengths or spec.key_starts or spec.packed)
+
+
+def _cleaned(query, key, value, queries, keys) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Padding may hold NaN, and 0 * NaN is NaN: copies with zeros there, which also keeps gradients out of it."""
+    if queries is not None:
+        query = query.masked_fill(~queries[:, None, :, None], 0.0)
+    if keys is not None:
+        hidden = ~keys[:, None, :, None]
+        key, value = key.masked_fill(hidden, 0.0), value.masked_fill(hidden, 0.0)
+    return query, key, value
+
+
+def _mask(call: AttentionCall, kernel: str) -> tuple[torch.Tensor | None, bool]:
+    """The additive mask, as small as broadcasting allows, and whether the kernel's own causality is used beside it."""
+    spec = call.spec
+    causal = call.causal and spec.equal_lengths and call.window is None and not spec.packed
+    alone = call.mask is None and call.bias is None and call.alibi_slopes is None and call.sinks is None
+    if kernel == "math" or call.return_lse or call.sinks is not None:
+        # math refuses a mask beside causality; an lse needs the empty rows, which are read off the whole mask; a sink adds a column.
+        causal = causal and alone and not (spec.key_mask or spec.key_lengths or spec.key_starts)
+    whole = causal or (call.causal and spec.single_query and not spec.packed and call.window is None)
+    allowed = [] if whole or (allowed := structure(call)) is None else [allowed[:, None]]
+    if (keys := real_keys(call)) is not None:
+        allowed.append(keys[:, None, None, :])
+    if call.mask is not None:
+        allowed.append(call.mask)
+    dtype = torch.promote_types(call.query.dtype, torch.float32) if kernel == "cpu flash" else call.query.dtype
+    added = [] if call.bias is None else [call.bias.to(dtype)]
+    if call.alibi_slopes is not None:
+        added.append(alibi_bias(call, torch.float32).to(dtype))
+    mask = sum(added[1:], added[0]) if added else None
+    for part in allowed:
+        mask = torch.zeros((), dtype=dtype, device=call.device) if mask is None else mask
+        mask = mask.masked_fill(~part, NEGATIVE_INFINITY) if mask.dim() == 4 else torch.where(part, mask, NEGATIVE_INFINITY)
+    return mask, causal
+
+
+def _with_sink_column(call: AttentionCall, key, value, mask) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """One more key slot, of zeros, whose score is the sink: it takes part in the denominator and adds nothing to the output."""
+    dtype = (
+        mask.dtype
+        if mask is not None
+        else torch.promote_types(call.query.dtype, torch.float32)
+        if call.device.type == "cpu"
+        else call.query.dtype
+    )
+    if mask is None:
+        mask = torch.zeros((1, 1, 1, call.key_length), dtype=dtype, device=call.device)
+    shape = (mask.shape[0], call.query_heads, mask.shape[2])
+    column = call.sinks.to(dtype)[None, :, None, None].expand(*shape, 1)
+    mask = torch.cat([mask.expand(*shape, call.key_length), column], -1)
+    return pad(key, (0, 0, 0, 1)), pad(value, (0, 0, 0, 1)), mask
+
+
+def _same_dims(query, key, value, multiple: int = 1) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Head dims padded with zeros to one size; the scale stays that of the true one."""
+    size = max(query.shape[3], value.shape[3])
+    size = math.ceil(size / multiple) * multiple
+    query, key = (pad(t, (0, size - t.shape[3])) if t.shape[3] != size else t for t in (query, key))
+    return query, key, pad(value, (0, size - value.shape[3])) if value.shape[3] != size else value
+
+
+# ---------------------------------------------------------------------- the kernels
+
+
+def _cpu_flash(call: AttentionCall, query, key, value, mask, causal) -> tuple[torch.Tensor, torch.Tensor]:
+    query, key, value = _same_dims(query, key, value)
+    if mask is not None and mask.stride(-1) != 1:
+        mask = mask.contiguous()
+    output, lse = torch._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal, attn_mask=mask, scale=call.scale)
+    return output[..., : call.value_dim], lse
+
+
+def _flash(call: AttentionCall, query, key, value) -> tuple[torch.Tensor, torch.Tensor]:
+    """aten's flash-attention 2: bottom-right causality, windows on both sides, in (B, S, H, D)."""
+    query, key, value = (t.transpose(1, 2) for t in _same_dims(query, key, value, 8))
+    left, right = call.window or (None, None)
+    output, lse, *_ = torch.ops.aten._flash_attention_forward(
+        query, key, value, None, None, query.shape[1], key.shape[1], call.dropout_p, call.causal, False,
+        scale=call.scale, window_size_left=-1 if left is None else left, window_size_right=0 if call.causal else -1 if right is None else right,
+    )  # fmt: skip
+    lse = lse.masked_fill(lse == float("inf"), NEGATIVE_INFINITY) if call.return_lse else lse
+    return output[..., : call.value_dim].transpose(1, 2), lse
+
+
+def _efficient(call: AttentionCall, query, key, value, mask, causal) -> tuple[torch.Tensor, torch.Tensor]:
+    group = call.query_heads // call.key_heads
+    if group > 1:
+        key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
+    multiple = 4 if query.dtype == torch.float32 else 8
+    query, key = (pad(t, (0, -t.shape[3] % multiple)) if t.shape[3] % multiple else t for t in (query, key))
+    value = pad(value, (0, -value.shape[3] % multiple)) if value.shape[3] % multiple else value
+    if mask is not None:
+        # The kernel reads whole rows of 16 elements: the mask's rows get that much room.
+        keys = key.shape[2]
+        if keys % 16 or mask.stride(-1) != 1 or mask.shape[-1] != keys:
+            mask = pad(mask.expand(*mask.shape[:3], keys), (0, -keys % 16))[..., :keys]
+        mask = mask.expand(query.shape[0], call.query_heads, query.shape[2], keys)
+    needs_lse = call.return_lse or bool(call.spec.gradients)
+    output, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
+        query, key, value, mask, needs_lse, call.dropout_p, causal, scale=call.scale
+    )
+    return output[..., : call.value_dim], lse[:, :, : query.shape[2]]
+
+
+def _math(call: AttentionCall, query, key, value, mask, causal) -> tuple[torch.Tensor, None]:
+    output, _ = torch.ops.aten._scaled_dot_product_attention_math(
+        query, key, value, mask, call.dropout_p, causal, scale=call.scale, enable_gqa=call.query_heads != call.key_heads
+    )
+    return output, None
+
+
+# ---------------------------------------------------------------------- the claims
+
+
+def _unless_flash(cost: str):
+    native, emulated = NATIVE, EMULATED(cost)
+    return lambda spec: native if kernel_for(spec) == "flash" else emulated
+
+
+def _unequal(spec: AttentionSpec) -> Support:
+    if kernel_for(spec) == "flash" or (spec.single_query and spec.window is None and spec.alibi is None):
+        return NATIVE
+    return EMULATED("a (B or 1, 1, Sq, Sk) mask for the diagonal")
+
+
+def _grouped(spec: AttentionSpec) -> Support:
+    kernel = kernel_for(spec)
+    return EMULATED("repeats key and value heads") if kernel in ("efficient", "math") else NATIVE
+
+
+def _dims(spec: AttentionSpec) -> Support:
+    return NATIVE if kernel_for(spec) in ("efficient", "math") else EMULATED("pads the smaller of head dim and value dim")
+
+
+def _lse_of_math(spec: AttentionSpec) -> Reason | None:
+    if spec.return_lse and kernel_for(spec) == "math":
+        return Reason(Feature.LSE.value, "with dropout, float64 on a GPU, or a learned bias", "only from torch's fused kernels")
+    return None
+
+
+def _deterministic_backward(spec: AttentionSpec) -> Reason | None:
+    if spec.deterministic and spec.gradients and spec.device == "cuda" and kernel_for(spec) != "math":
+        return Reason(Feature.DETERMINISTIC.value, "with gradients on CUDA", "forward only, or on a CPU")
+    return None
+
+
+def _notes(spec: AttentionSpec) -> Sequence[str]:
+    kernel = kernel_for(spec)
+    notes = [f"torch's {kernel} kernel"]
+    if kernel == "math":
+        notes.append("keeps all scores: memory grows with Sq * Sk")
+    if spec.padded and not spec.finite_padding:
+        notes.append("cleans padding in copies of query, key and value; finite_padding=True spares them")
+    if not spec.unit_stride:
+        notes.append("copies query, key and value, whose last dimension is not contiguous")
+    return notes
+
+
+sdpa = Backend(
+    name="sdpa",
+    run=run_sdpa,
+    capabilities=Capabilities(
+        features={
+            Feature.CAUSAL: NATIVE,
+            Feature.UNEQUAL_LENGTHS: _unequal,
+            Feature.WINDOW: _unless_flash("a (B or 1, 1, Sq, Sk) mask"),
+            Feature.QUERY_MASK: NATIVE,
+            Feature.KEY_MASK: NATIVE,
+            Feature.MASK: NATIVE,
+            Feature.BIAS: NATIVE,
+            Feature.KEY_LENGTHS: NATIVE,
+            Feature.QUERY_LENGTHS: NATIVE,
+            Feature.KEY_STARTS: NATIVE,
+            Feature.PACKED: EMULATED("a (1, 1, Sq, Sk) mask of the segments"),
+            Feature.ALIBI: EMULATED("a (B or 1, Hq, Sq, Sk) bias"),
+            Feature.SINKS: EMULATED("one more key slot, copies of key and value, and a mask for every head"),
+            Feature.SCALE: NATIVE,
+            Feature.DROPOUT: NATIVE,
+            Feature.LSE: NATIVE,
+            Feature.GROUPED_HEADS: _grouped,
+            Feature.VALUE_DIM: _dims,
+            Feature.BACKWARD: NATIVE,
+            Feature.BIAS_GRADIENT: NATIVE,
+            Feature.SINKS_GRADIENT: NATIVE,
+            Feature.ALIBI_GRADIENT: NATIVE,
+            Feature.COMPILE: NATIVE,
+            Feature.CAPTURE: NATIVE,
+            Feature.DETERMINISTIC: NATIVE,
+        },
+        devices=("cpu", "cuda"),
+        dtypes=(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+        rules=(_lse_of_math, _deterministic_backward),
+    ),
+    priority=50,
+    layout="bhsd",
+    notes=_notes,
+)

@@ -1,0 +1,272 @@
+"""Padding in declared form, and the ways between padded batches, documents in one row, and packed rows.
+
+A kernel that drops padding ("varlen") needs to know where the padding is. Reading that from a mask on a device costs a copy to
+the host; `Padding` carries it from the place where it is known, the tokenizer's lengths, so that nobody has to look.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from . import visibility
+
+if TYPE_CHECKING:
+    from .call import AttentionCall
+
+FORMS = ("left", "right", "any")
+
+
+class Packed(NamedTuple):
+    """Where the real tokens of a padded batch are, for kernels that take them packed."""
+
+    indices: torch.Tensor
+    """(T,) int64: position of each real token in the flattened (B * S) batch, rows in order."""
+    cu_seqlens: torch.Tensor
+    """(B + 1,) int32: where each row starts among the packed tokens."""
+    max_seqlen: int
+    """The longest row, in tokens; an upper bound where the lengths are only known to the device."""
+
+
+class Padding:
+    """Which slots of a batch hold real tokens, in declared form. Accepted wherever `key_mask` or `query_mask` is.
+
+    form: "left" (real tokens at the end of each row), "right" (at its start) or "any".
+    mask: (B, S) bool, True for a real token.
+    lengths: (B,) int32, the number of real tokens in each row, on the mask's device.
+    host_lengths: the same as Python numbers, where the host knows them.
+    """
+
+    def __init__(
+        self, mask: torch.Tensor, form: str, lengths: torch.Tensor | None = None, host_lengths: tuple[int, ...] | None = None
+    ) -> None:
+        if form not in FORMS:
+            raise ValueError(f"form: one of {', '.join(FORMS)}, got {form!r}")
+        self.mask = mask
+        self.form = form
+        self.lengths = mask.sum(1, dtype=torch.int32) if lengths is None else lengths
+        self.host_lengths = host_lengths
+        self.fits: dict = {}
+        self._packed: Packed | None = None
+
+    @classmethod
+    def from_lengths(
+        cls, lengths: Sequence[int] | torch.Tensor, size: int, side: str = "right", device: torch.device | str | None = None
+    ) -> Padding:
+        """Rows of `lengths[b]` real tokens, padded to `size` on one side. No device is read: give Python numbers to spare every copy.
+
+        Raises ValueError when a length known to the host is below 0 or above `size`; lengths on a device are clamped there.
+        """
+        if side not in ("left", "right"):
+            raise ValueError(f"side: 'left' or 'right', the side on which the padding stands, got {side!r}")
+        host = None
+        if not isinstance(lengths, torch.Tensor) or lengths.device.type == "cpu":
+            host = tuple(int(n) for n in (lengths.tolist() if isinstance(lengths, torch.Tensor) else lengths))
+            if any(not 0 <= n <= size for n in host):
+                raise ValueError(f"lengths: each between 0 and size={size}, got {list(host)}")
+            count = torch.tensor(host, dtype=torch.int32).to(device or "cpu", non_blocking=True)
+        else:
+            count = lengths.to(device or lengths.device, torch.int32).clamp(0, size)
+        slot = torch.arange(size, device=count.device)[None]
+        mask = slot < count[:, None] if side == "right" else slot >= size - count[:, None]
+        return cls(mask, side, count, host)
+
+    @classmethod
+    def from_mask(cls, mask: torch.Tensor) -> Padding:
+        """Looks at a (B, S) bool mask, True = a real token, and finds its form. On a device this is one copy to the host.
+
+        The same mask tensor, unchanged, is looked at once: the answer is kept as long as the tensor lives.
+        """
+        if mask.dtype != torch.bool or mask.dim() != 2:
+            raise TypeError(
+                f"mask: a (B, S) bool tensor, True = a real token, got {mask.dtype} of shape {tuple(mask.shape)}; use mask.bool()"
+            )
+        # Tensors made under inference_mode count no versions, so an in-place change could not be seen: those are looked at every time.
+        version = None if mask.is_inference() else mask._version
+        known = _examined.get(mask)
+        if known is not None and known[0] == version:
+            return known[1]
+        size = mask.shape[1]
+        lengths = mask.sum(1, dtype=torch.int32)
+        slot = torch.arange(size, device=mask.device)[None]
+        right = (mask == (slot < lengths[:, None])).all()
+        left = (mask == (slot >= size - lengths[:, None])).all()
+        # One copy for everything that the host wants to know.
+        is_right, is_left, *host = torch.cat([right[None].int(), left[None].int(), lengths]).tolist()
+        form = "right" if is_right else "left" if is_left else "any"
+        # The entry must not keep its own key alive: the padding holds an alias of the mask, not the tensor object itself.
+        padding = cls(mask.detach(), form, lengths, tuple(host))
+        if version is not None:
+            _examined[mask] = (version, padding)
+        return padding
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.mask.shape
+
+    @property
+    def packed(self) -> Packed:
+        """Indices and cu_seqlens of the real tokens; computed once. Needs no host copy when `host_lengths` is known."""
+        if self._packed is None:
+            total = None if self.host_lengths is None else sum(self.host_lengths)
+            flat = self.mask.reshape(-1)
+            if total is None:
+                indices = flat.nonzero().flatten()
+            else:
+                indices = torch.nonzero_static(flat, size=total).flatten()
+            cu = torch.nn.functional.pad(self.lengths.cumsum(0, dtype=torch.int32), (1, 0))
+            longest = self.mask.shape[1] if self.host_lengths is None else max(self.host_lengths, default=0)
+            self._packed = Packed(indices, cu, longest)
+        return self._packed
+
+    def __repr__(self) -> str:
+        return f"Padding(form={self.form!r}, shape={tuple(self.shape)}, lengths={self.host_lengths or 'on ' + str(self.mask.device)})"
+
+
+_examined = WeakTensorKeyDictionary()
+
+
+def pack(tensor: torch.Tensor, packed: Packed) -> torch.Tensor:
+    """The real tokens of (B, S, ...) as (T, ...)."""
+    return tensor.flatten(0, 1).index_select(0, packed.indices)
+
+
+def unpack(rows: torch.Tensor, packed: Packed, batch: int, size: int) -> torch.Tensor:
+    """(T, ...) packed tokens back to (B, S, ...), zeros at padding."""
+    whole = rows.new_zeros((batch * size, *rows.shape[1:]))
+    return whole.index_copy(0, packed.indices, rows).unflatten(0, (batch, size))
+
+
+def fits_packing(real_queries: torch.Tensor, real_keys: torch.Tensor, slots: torch.Tensor, *, holes_matter: bool) -> torch.Tensor:
+    """Whether dropping the padded slots keeps every distance and every diagonal: conditions (b) and (c) of the contract's section 3.
+
+    real_queries (B, Sq), real_keys (B, Sk) bool; slots (B or 1, Sq) int64, the slot of each query; returns a bool scalar, on the device.
+    """
+    batch, size = real_keys.shape
+    seen = torch.nn.functional.pad(real_keys.long().cumsum(1), (1, 0))
+    upto = seen.gather(1, (slots.expand(batch, -1) + 1).clamp(0, size))
+    index = real_queries.long().cumsum(1) - 1
+    wanted = index + 1 + (real_keys.sum(1) - real_queries.sum(1))[:, None]
+    # A query whose diagonal lies before the first real key is empty either way, unless the compacted one would see something.
+    right = (upto == wanted) | ~real_queries | ((upto == 0) & (wanted <= 0))
+    fits = right.all()
+    if holes_matter:
+        first = real_keys.long().argmax(1)
+        last = size - 1 - real_keys.flip(1).long().argmax(1)
+        span = torch.where(real_keys.any(1), last - first + 1, 0)
+        fits = fits & (span == real_keys.sum(1)).all()
+    return fits
+
+
+def cu_seqlens_from_lengths(lengths: Sequence[int] | torch.Tensor, device: torch.device | str | None = None) -> torch.Tensor:
+    """Cumulative starts of consecutive segments: [3, 1, 2] -> [0, 3, 4, 6], int32."""
+    lengths = torch.as_tensor(lengths, dtype=torch.int32)
+    if lengths.dim() != 1:
+        raise ValueError(f"lengths: one number a segment, got shape {tuple(lengths.shape)}")
+    if lengths.device.type == "cpu" and bool((lengths < 0).any()):
+        raise ValueError(f"lengths: none below 0, got {lengths.tolist()}")
+    return torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0)).to(device or lengths.device)
+
+
+def cu_seqlens_from_documents(document_ids: torch.Tensor) -> torch.Tensor:
+    """Segments from document ids (S,) or (B, S): a new segment wherever the id changes, and at every row's start.
+
+    Rows are laid one behind the other, so equal ids at the end of one row and the start of the next are not merged. A negative id is
+    padding; it may stand only at the end of the last row, since packed rows have no gaps. Reads the ids on the host.
+    """
+    ids = document_ids.tolist()
+    rows = ids if document_ids.dim() == 2 else [ids]
+    starts, total = [], 0
+    flat = [n for row in rows for n in row]
+    real = len(flat)
+    while real and flat[real - 1] < 0:
+        real -= 1
+    if any(n < 0 for n in flat[:real]):
+        raise ValueError(
+            "document_ids: negative ids are padding and may stand only at the end of the last row; pack the real tokens together first"
+        )
+    for row in rows:
+        for column, number in enumerate(row):
+            if total < real and (column == 0 or number != row[column - 1]):
+                starts.append(total)
+            total += 1
+    return torch.tensor([*starts, real], dtype=torch.int32, device=document_ids.device)
+
+
+def cu_seqlens_from_positions(position_ids: torch.Tensor, lengths: Sequence[int] | None = None) -> torch.Tensor:
+    """Segments from position ids (S,) or (B, S): a segment starts at every row's start and at every 0.
+
+    Zeros at the very end, behind a segment that counted up, can mean padding or documents of one token: no rule can tell, so they are
+    taken as *one* padded segment at the end, as training frameworks do. Give `lengths` to say it exactly. Reads the ids on the host.
+    """
+    if lengths is not None:
+        cu = cu_seqlens_from_lengths(lengths, position_ids.device)
+        if int(cu[-1]) > position_ids.numel():
+            raise ValueError(f"lengths: sum to {int(cu[-1])}, but there are {position_ids.numel()} positions")
+        return cu
+    rows = position_ids.tolist() if position_ids.dim() == 2 else [position_ids.tolist()]
+    starts, total = [], 0
+    for row in rows:
+        tail = len(row)
+        while tail > 1 and row[tail - 1] == 0 and row[tail - 2] == 0:
+            tail -= 1
+        for column, position in enumerate(row):
+            if column == 0 or (position == 0 and column < tail):
+                starts.append(total)
+            total += 1
+    return torch.tensor([*starts, total], dtype=torch.int32, device=position_ids.device)
+
+
+def documents_from_cu_seqlens(cu_seqlens: torch.Tensor, size: int) -> torch.Tensor:
+    """Document id of each of `size` packed rows, -1 past the last segment: (size,) int64."""
+    index = torch.arange(size, device=cu_seqlens.device)
+    segment = torch.searchsorted(cu_seqlens.long(), index, right=True) - 1
+    return torch.where(index < cu_seqlens[-1], segment, -1)
+
+
+def known_to_fit(call: AttentionCall) -> bool:
+    """Whether dropping the padded slots of this call is known to change nothing, from declared forms alone. No device is read.
+
+    The cases, with n real of Sk keys and m real of Sq queries in a row (the query at slot i + Sk - Sq must count i' + 1 + n - m real
+    keys at or before it, i' its index among the real queries): without distances, always; lengths and starts alone, always, since they
+    move the diagonal themselves; keys padded on the left, with queries unpadded or padded on the left; keys padded on the right with
+    the same padding for the queries, or with one unpadded query at the end.
+    """
+    query, key = call.query_padding, call.key_padding
+    if not (call.causal or call.window is not None or call.alibi_slopes is not None):
+        return True
+    if call.query_mask is None and call.key_mask is None:
+        return True
+    if call.key_lengths is not None or call.query_lengths is not None or call.key_starts is not None:
+        return False
+    query_form = "none" if call.query_mask is None else "any" if query is None else query.form
+    key_form = "none" if call.key_mask is None else "any" if key is None else key.form
+    if key_form in ("none", "left") and query_form in ("none", "left"):
+        return True
+    if key_form == "right" and query_form == "right":
+        if query is key:
+            return True
+        return query.host_lengths is not None and query.host_lengths == key.host_lengths and query.shape == key.shape
+    return key_form == "right" and query_form == "none" and call.query_length == 1
+
+
+def found_to_fit(call: AttentionCall) -> bool:
+    """The same by looking at the masks: one copy to the host for each new pair of paddings, remembered on the key's."""
+    key, query = call.key_padding, call.query_padding
+    holes_matter = call.window is not None or call.alibi_slopes is not None
+    lengths = call.key_lengths is not None or call.query_lengths is not None or call.key_starts is not None
+    keeper = key or query
+    question = (None if query is None else id(query), call.query_length, call.key_length, holes_matter)
+    if not lengths and question in keeper.fits:
+        return keeper.fits[question][0]
+    rows = (call.batch, call.query_length)
+    queries, keys = visibility.real_queries(call), visibility.real_keys(call)
+    queries = queries.expand(rows) if queries is not None else torch.ones(rows, dtype=torch.bool, device=call.device)
+    keys = keys if keys is not None else torch.ones((call.batch, call.key_length), dtype=torch.bool, device=call.device)
+    answer = bool(fits_packing(queries, keys.expand(call.batch, -1), visibility.slots(call), holes_matter=holes_matter))
+    if not lengths:
+        keeper.fits[question] = (answer, query)  # the query's padding is kept, so that its id stays its own
+    return answer

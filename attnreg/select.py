@@ -1,0 +1,121 @@
+"""Choosing: a pure function of the spec, the candidates and the policy. It can be asked without running anything."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .backend import Backend
+from .capabilities import Reason
+from .policy import Policy
+from .spec import AttentionSpec
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What was chosen for a spec, and why every other backend was not. Printable, and data."""
+
+    spec: AttentionSpec
+    chosen: Backend | None
+    rejected: Mapping[str, tuple[Reason, ...]]
+    """Every backend that can't or may not run this spec, with all of its reasons."""
+    able: tuple[str, ...]
+    """Backends that could run it too, lower in the order."""
+    source: str
+    """Where the policy came from: the call, a `using` block, `use`, the environment, or automatic."""
+    order: tuple[str, ...]
+    """The names that the policy allows, in order."""
+    emulations: tuple[str, ...] = ()
+    """What the chosen backend emulates for this spec, as "feature: cost"."""
+    notes: tuple[str, ...] = ()
+    failures: tuple[Any, ...] = ()
+    """Plugins that failed to load (`registry.PluginFailure`)."""
+
+    def __str__(self) -> str:
+        name = self.chosen.name if self.chosen else "no backend"
+        lines = [f"{name}  (order {', '.join(self.order)}: {self.source})"]
+        lines += [f"  emulated  {text}" for text in self.emulations]
+        lines += [f"  note      {text}" for text in self.notes]
+        lines += [f"  able, lower in the order: {other}" for other in self.able]
+        for other, reasons in self.rejected.items():
+            lines.append(f"  {other} was not chosen:")
+            lines += [f"    - {reason}" for reason in reasons]
+        lines += [f"  plugin failed: {failure}" for failure in self.failures]
+        return "\n".join(lines)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything as plain data, ready for JSON."""
+        return {
+            "chosen": self.chosen.name if self.chosen else None,
+            "source": self.source,
+            "order": list(self.order),
+            "emulations": list(self.emulations),
+            "notes": list(self.notes),
+            "able": list(self.able),
+            "rejected": {name: [reason._asdict() for reason in reasons] for name, reasons in self.rejected.items()},
+            "failures": [str(failure) for failure in self.failures],
+            "spec": {
+                name: value if isinstance(value, (bool, int, str, type(None))) else str(value)
+                for name, value in self.spec._asdict().items()
+            },
+        }
+
+
+class NoBackendError(RuntimeError):
+    """A sensible call that no allowed backend can run. `selection` holds every candidate with all of its reasons."""
+
+    def __init__(self, selection: Selection) -> None:
+        super().__init__(f"no backend can run this call\n{selection}")
+        self.selection = selection
+
+
+def select(spec: AttentionSpec, candidates: Iterable[Backend], policy: Policy, failures: tuple = ()) -> Selection:
+    """Chooses among the candidates. Never raises: a `Selection` without `chosen` says why there is none.
+
+    A list of names means the first that can, in that order. "auto" stands for all candidates: those with no emulation for this spec
+    first, then by rank; a rank below 0 means only when nothing else can. Approximate backends are left out of "auto" unless allowed.
+    """
+    candidates = list(candidates)
+    reasons = {b.name: list(b.reasons_against(spec)) for b in candidates}
+    for backend in candidates:
+        for mode in sorted(policy.require):
+            # A mode that the call itself asks for (deterministic=True) is among the spec's features, and reported there.
+            if mode not in backend.claims.features and mode not in spec.features:
+                reasons[backend.name].append(Reason(mode.value, "required by using(...)", "not claimed"))
+
+    def automatic(backend: Backend) -> tuple:
+        rank = backend.rank(spec)
+        return (rank < 0, bool(backend.claims.emulations(spec)), -rank)
+
+    ordered: list[Backend] = []
+    for name in policy.order:
+        if name == "auto":
+            exact = [b for b in candidates if b.claims.bound is None or "approximate" in policy.allow]
+            group = sorted(exact, key=automatic)
+        else:
+            group = sorted((b for b in candidates if name in (b.name, b.family)), key=lambda b: -b.rank(spec))
+        ordered += [b for b in group if b not in ordered]
+    for backend in candidates:
+        if backend not in ordered:
+            if "auto" in policy.order:
+                remedy = f"name it, or using(allow={{'approximate'}}); its error bound is {backend.claims.bound} times the exact one"
+                reasons[backend.name].append(Reason("approximate", "exact results", "approximate ones", remedy))
+            else:
+                reasons[backend.name].append(
+                    Reason("policy", ", ".join(policy.order), backend.name, f"not among the names of {policy.source}")
+                )
+
+    able = [b for b in ordered if not reasons[b.name]]
+    chosen = able[0] if able else None
+    return Selection(
+        spec=spec,
+        chosen=chosen,
+        rejected={name: tuple(why) for name, why in reasons.items() if why},
+        able=tuple(b.name for b in able[1:]),
+        source=policy.source,
+        order=policy.order,
+        emulations=chosen.claims.emulations(spec) if chosen else (),
+        notes=tuple(chosen.notes(spec)) if chosen else (),
+        failures=failures,
+    )

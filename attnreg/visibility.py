@@ -1,0 +1,111 @@
+"""Which slots a query sees, as tensors: section 3 of the contract, once, for every backend that needs it spelled out.
+
+Shapes are broadcastable: B, Hq, Sq and Sk may be 1 where nothing depends on them. Nothing here reads a tensor's values on the host.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from .call import AttentionCall
+
+
+def slots(call: AttentionCall) -> torch.Tensor:
+    """The slot p(b, i) at which each query sits, (B or 1, Sq) int64: the last query sits on the last key."""
+    i = torch.arange(call.query_length, device=call.device)
+    if call.cu_seqlens is not None:
+        cu_query, cu_key = call.cu_seqlens
+        segment = _segment(cu_query, i)
+        return (cu_key[segment + 1].long() - (cu_query[segment + 1].long() - i))[None]
+    keys = call.key_length if call.key_lengths is None else call.key_lengths.long()[:, None]
+    queries = call.query_length if call.query_lengths is None else call.query_lengths.long()[:, None]
+    return i[None] + (keys - queries)
+
+
+def real_keys(call: AttentionCall) -> torch.Tensor | None:
+    """Slots that hold a key, (B or 1, Sk) bool: inside starts and lengths, unmasked, not past the last segment. None means all."""
+    j = torch.arange(call.key_length, device=call.device)[None]
+    parts = []
+    if call.key_lengths is not None:
+        parts.append(j < call.key_lengths[:, None])
+    if call.key_starts is not None:
+        parts.append(j >= call.key_starts[:, None])
+    if call.key_mask is not None:
+        parts.append(call.key_mask)
+    if call.cu_seqlens is not None:
+        parts.append(j < call.cu_seqlens[1][-1])
+    return _all(parts)
+
+
+def real_queries(call: AttentionCall) -> torch.Tensor | None:
+    """Rows that are a query and not padding, (B or 1, Sq) bool; None means all."""
+    i = torch.arange(call.query_length, device=call.device)[None]
+    parts = []
+    if call.query_lengths is not None:
+        parts.append(i < call.query_lengths[:, None])
+    if call.query_mask is not None:
+        parts.append(call.query_mask)
+    if call.cu_seqlens is not None:
+        parts.append(i < call.cu_seqlens[0][-1])
+    return _all(parts)
+
+
+def structure(call: AttentionCall) -> torch.Tensor | None:
+    """What causality, the window and packed segments allow, (B or 1, Sq, Sk) bool; None means everything."""
+    if not call.causal and call.window is None and call.cu_seqlens is None:
+        return None
+    j = torch.arange(call.key_length, device=call.device)
+    p = slots(call)[:, :, None]
+    left, right = call.window or (None, None)
+    parts = []
+    if call.causal:
+        parts.append(j <= p)
+    if left is not None:
+        parts.append(j >= p - left)
+    if right is not None:
+        parts.append(j <= p + right)
+    if call.cu_seqlens is not None:
+        cu_query, cu_key = call.cu_seqlens
+        i = torch.arange(call.query_length, device=call.device)
+        parts.append((_segment(cu_query, i)[:, None] == _segment(cu_key, j)[None, :])[None])
+    return _all(parts)
+
+
+def visible(call: AttentionCall) -> torch.Tensor | None:
+    """Slot j visible to query i, by everything but `bias`: (B or 1, Hq or 1, Sq or 1, Sk) bool; None means everything is.
+
+    Padded queries keep what they see: padding of queries only concerns the output.
+    """
+    parts = []
+    if (real := real_keys(call)) is not None:
+        parts.append(real[:, None, None, :])
+    if (allowed := structure(call)) is not None:
+        parts.append(allowed[:, None])
+    if call.mask is not None:
+        parts.append(call.mask)
+    return _all(parts)
+
+
+def alibi_bias(call: AttentionCall, dtype: torch.dtype) -> torch.Tensor:
+    """-slope * |p(b, i) - j|, the linear bias of Press et al. 2021 (arXiv:2108.12409) by slots: (B or 1, Hq, Sq, Sk)."""
+    j = torch.arange(call.key_length, device=call.device)
+    distance = (slots(call)[:, None, :, None] - j).abs().to(dtype)
+    slopes = call.alibi_slopes.to(dtype)
+    return -(slopes[None, :, None, None] if slopes.dim() == 1 else slopes[:, :, None, None]) * distance
+
+
+def _segment(cu_seqlens: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """Segment number of each packed row. Rows past the end get the last segment; `real_keys` and `real_queries` rule them out."""
+    return (torch.searchsorted(cu_seqlens.long(), index, right=True) - 1).clamp(0, max(cu_seqlens.shape[0] - 2, 0))
+
+
+def _all(parts: list[torch.Tensor]) -> torch.Tensor | None:
+    if not parts:
+        return None
+    whole = parts[0]
+    for part in parts[1:]:
+        whole = whole & part
+    return whole
