@@ -1,0 +1,94 @@
+"""What `sdpa` asks of torch: which kernel, and nothing besides it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import attnreg
+
+FUSED = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+
+
+class Recorder(TorchDispatchMode):
+    """Every operator that runs inside, with its arguments, and the largest tensor that is not a view or the output."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls, self.largest = [], 0
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        result = operator(*args, **(kwargs or {}))
+        self.calls.append((operator, args, kwargs or {}))
+        if isinstance(result, torch.Tensor) and not any(a.alias_info for a in operator._schema.returns):
+            self.largest = max(self.largest, result.numel())
+        return result
+
+    def work(self):
+        return [call for call in self.calls if not any(a.alias_info for a in call[0]._schema.returns)]
+
+
+def tensors(queries=64, keys=64, heads=8, key_heads=2, dim=16, batch=2):
+    return torch.randn(batch, queries, heads, dim), torch.randn(batch, keys, key_heads, dim), torch.randn(batch, keys, key_heads, dim)
+
+
+def record(*args, **options):
+    attnreg.attention(*args, **options, backend="sdpa")
+    with Recorder() as recorder:
+        attnreg.attention(*args, **options, backend="sdpa")
+    return recorder
+
+
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+def test_plain_causal_grouped_call_is_the_fused_kernel_alone(layout):
+    query, key, value = tensors()
+    if layout == "bhsd":
+        query, key, value = (t.transpose(1, 2) for t in (query, key, value))
+    (operator, args, kwargs), *others = record(query, key, value, causal=True, layout=layout).work()
+    assert operator is FUSED and not others
+    assert args[1].shape[1] == 2 and args[4] is True and kwargs.get("attn_mask") is None
+
+
+@pytest.mark.parametrize("options", [{"key_mask": "right"}, {"key_mask": "left"}, {"key_lengths": [40, 64]}, {"key_starts": [10, 0]}])
+@pytest.mark.parametrize("causal", [False, True])
+def test_padding_costs_no_square_mask(options, causal):
+    queries = 64 if "key_lengths" not in options or not causal else 1  # lengths move the diagonal of several queries
+    query, key, value = tensors(queries, 64)
+    options = dict(options)
+    if "key_mask" in options:
+        lengths, slot = torch.tensor([[40], [64]]), torch.arange(64)[None]
+        options["key_mask"] = slot < lengths if options["key_mask"] == "right" else slot >= 64 - lengths
+    recorder = record(query, key, value, causal=causal, **options)
+    assert recorder.largest <= max(key.numel(), query.numel())
+    masks = [kwargs["attn_mask"] for operator, _, kwargs in recorder.calls if operator is FUSED]
+    assert [tuple(mask.shape) for mask in masks] == [(2, 1, 1, 64)]
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(5, 9), (9, 5), (1, 9)])
+def test_kernel_causality_is_never_used_for_unequal_lengths(queries, keys):
+    calls = [call for call in record(*tensors(queries, keys), causal=True).calls if call[0] is FUSED]
+    assert len(calls) == 1 and not any(argument is True for argument in calls[0][1])
+
+
+def test_process_wide_switches_change_nothing():
+    query, key, value = tensors()
+    with sdpa_kernel(SDPBackend.MATH):
+        assert [call[0] for call in record(query, key, value, causal=True).work()] == [FUSED]
+
+
+def test_dropout_runs_in_the_math_kernel_and_says_so():
+    query, key, value = tensors()
+    selection = attnreg.explain(query, key, value, dropout_p=0.1, backend="sdpa")
+    assert selection.notes[0] == "torch's math kernel"
+    assert any("grouped_heads" in text for text in selection.emulations)
+
+
+def test_the_kernel_on_cuda_is_known_without_one():
+    query, key, value = (t.to(torch.bfloat16) for t in tensors())
+    spec = attnreg.explain(query, key, value, causal=True).spec._replace(device="cuda", capability=(9, 0))
+    plain = attnreg.explain_spec(spec, "sdpa")
+    masked = attnreg.explain_spec(spec._replace(key_mask="any"), "sdpa")
+    assert plain.notes[0] == "torch's flash kernel" and not plain.emulations
+    assert masked.notes[0] == "torch's efficient kernel" and "grouped_heads: repeats key and value heads" in masked.emulations
