@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import os
+import types
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -52,6 +54,8 @@ class AttentionCall:
     key_starts: torch.Tensor | None = None
     cu_seqlens: tuple[torch.Tensor, torch.Tensor] | None = None
     max_seqlens: tuple[int, int] | None = None
+    lengths_given: Mapping[str, torch.Tensor] = types.MappingProxyType({})
+    """Lengths, starts and cu_seqlens as the caller's own tensors: what may be made once of them is known by their identity."""
     alibi_slopes: torch.Tensor | None = None
     softcap: float | None = None
     sinks: torch.Tensor | None = None
@@ -436,6 +440,7 @@ class AttentionCall:
             if isinstance(given, (list, tuple)):
                 given = torch.tensor(given, dtype=torch.int32)
             _check_tensor(name, given)
+            self.lengths_given = {**self.lengths_given, name: given}
             if given.dtype not in (torch.int32, torch.int64):
                 raise TypeError(f"{name}: an int32 or int64 tensor or a list of numbers, got {given.dtype}")
             if tuple(given.shape) != (self.batch,):
@@ -515,6 +520,7 @@ class AttentionCall:
                 raise ValueError(f"max_seqlens: none below 0, got {max_seqlens!r}")
             self._check_longest(cu_seqlens, max_seqlens)
         self.cu_seqlens, self.max_seqlens = cu_seqlens, max_seqlens
+        self.lengths_given = {"cu_query": cu_seqlens[0], "cu_key": cu_seqlens[1]}
 
     def _check_longest(self, cu_seqlens: tuple[torch.Tensor, torch.Tensor], max_seqlens: tuple[int, int]) -> None:
         """A maximum that is too small would leave rows unread: checked where the segments can be seen."""

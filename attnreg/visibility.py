@@ -18,7 +18,7 @@ def slots(call: AttentionCall) -> torch.Tensor:
     i = torch.arange(call.query_length, device=call.device)
     if call.cu_seqlens is not None:
         cu_query, cu_key = call.cu_seqlens
-        segment = _segment(cu_query, i)
+        segment = segments(cu_query, i)
         return (cu_key[segment + 1].long() - (cu_query[segment + 1].long() - i))[None]
     keys = call.key_length if call.key_lengths is None else call.key_lengths.long()[:, None]
     queries = call.query_length if call.query_lengths is None else call.query_lengths.long()[:, None]
@@ -70,7 +70,7 @@ def structure(call: AttentionCall) -> torch.Tensor | None:
     if call.cu_seqlens is not None:
         cu_query, cu_key = call.cu_seqlens
         i = torch.arange(call.query_length, device=call.device)
-        parts.append((_segment(cu_query, i)[:, None] == _segment(cu_key, j)[None, :])[None])
+        parts.append((segments(cu_query, i)[:, None] == segments(cu_key, j)[None, :])[None])
     return _all(parts)
 
 
@@ -97,7 +97,22 @@ def alibi_bias(call: AttentionCall, dtype: torch.dtype) -> torch.Tensor:
     return -(slopes[None, :, None, None] if slopes.dim() == 1 else slopes[:, :, None, None]) * distance
 
 
-def _segment(cu_seqlens: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+def cleaned(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, queries: torch.Tensor | None, keys: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Copies with zeros at padding, in (B, H, S, D): it may hold NaN, and 0 * NaN is NaN. This also keeps gradients out of it.
+
+    queries, keys: what `real_queries` and `real_keys` say.
+    """
+    if queries is not None:
+        query = query.masked_fill(~queries[:, None, :, None], 0.0)
+    if keys is not None:
+        hidden = ~keys[:, None, :, None]
+        key, value = key.masked_fill(hidden, 0.0), value.masked_fill(hidden, 0.0)
+    return query, key, value
+
+
+def segments(cu_seqlens: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """Segment number of each packed row. Rows past the end get the last segment; `real_keys` and `real_queries` rule them out."""
     return (torch.searchsorted(cu_seqlens.long(), index, right=True) - 1).clamp(0, max(cu_seqlens.shape[0] - 2, 0))
 

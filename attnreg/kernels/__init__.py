@@ -10,7 +10,8 @@ from ..hookspecs import hookimpl
 
 @hookimpl
 def attnreg_backends() -> Sequence[Backend]:
+    from .flex import flex
     from .reference import reference
     from .sdpa import sdpa
 
-    return [sdpa, reference]
+    return [sdpa, flex, reference]

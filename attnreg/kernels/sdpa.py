@@ -16,7 +16,7 @@ from ..backend import Backend, Output
 from ..call import AttentionCall
 from ..capabilities import EMULATED, NATIVE, Capabilities, Reason, Support
 from ..spec import AttentionSpec, Feature
-from ..visibility import alibi_bias, real_keys, real_queries, structure
+from ..visibility import alibi_bias, cleaned, real_keys, real_queries, structure
 
 NEGATIVE_INFINITY = float("-inf")
 _HALF = (torch.float16, torch.bfloat16)
@@ -53,7 +53,7 @@ def run_sdpa(call: AttentionCall) -> Output:
 
     queries = real_queries(call) if spec.padded else None
     if not spec.finite_padding and spec.padded:
-        query, key, value = _cleaned(query, key, value, queries, real_keys(call))
+        query, key, value = cleaned(query, key, value, queries, real_keys(call))
     if not spec.unit_stride:
         # The kernels would read a last dimension of another stride as if it had stride 1.
         query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
@@ -81,16 +81,6 @@ def _needs_mask(spec: AttentionSpec) -> bool:
     diagonal = spec.causal and not spec.equal_lengths and not spec.single_query
     written = spec.mask is not None or spec.bias is not None or spec.alibi is not None or spec.sinks or spec.window is not None
     return diagonal or written or bool(spec.key_mask or spec.key_lengths or spec.key_starts or spec.packed)
-
-
-def _cleaned(query, key, value, queries, keys) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Padding may hold NaN, and 0 * NaN is NaN: copies with zeros there, which also keeps gradients out of it."""
-    if queries is not None:
-        query = query.masked_fill(~queries[:, None, :, None], 0.0)
-    if keys is not None:
-        hidden = ~keys[:, None, :, None]
-        key, value = key.masked_fill(hidden, 0.0), value.masked_fill(hidden, 0.0)
-    return query, key, value
 
 
 def _mask(call: AttentionCall, kernel: str) -> tuple[torch.Tensor | None, bool]:

@@ -1,0 +1,224 @@
+"""torch's flex_attention: one kernel compiled for each kind of call, in which windows, soft caps, alibi and biases cost little.
+
+It is always compiled: uncompiled, flex_attention keeps all scores. The first call of a kind takes seconds. Numbers such as a window's
+width, a cap or a scale are tensors to the kernel, so that another value is not another kind. Only the forward pass exists on a CPU.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import types
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch.nn.functional import pad
+
+from ..backend import Backend, Output
+from ..call import AttentionCall
+from ..capabilities import EMULATED, NATIVE, Capabilities, Dims, Reason
+from ..spec import AttentionSpec, Feature
+from ..visibility import cleaned, real_keys, real_queries
+from .block_masks import SIZE, Pairs, element, number, placed, remembered_block_mask
+
+NEGATIVE_INFINITY = float("-inf")
+SMALLEST_ON_CUDA = 16
+"""The smallest head dim of the CUDA kernel."""
+
+
+def run_flex(call: AttentionCall, attend: Callable | None = None) -> Output:
+    """Runs the compiled kernel, in (B, H, S, D).
+
+    attend: what computes, in place of the compiled `_attend`. Tests give an uncompiled one.
+    """
+    spec = call.spec
+    query, key, value = call.query, call.key, call.value
+    if not spec.gradients:
+        # On a CPU the kernel refuses tensors that could need a gradient, even where none is recorded.
+        query, key, value = query.detach(), key.detach(), value.detach()
+    queries = real_queries(call) if spec.padded else None
+    if spec.padded and not spec.finite_padding:
+        query, key, value = cleaned(query, key, value, queries, real_keys(call))
+    if not spec.unit_stride:
+        query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
+    if spec.device == "cuda":
+        query, key, value = (_at_least(tensor, SMALLEST_ON_CUDA) for tensor in (query, key, value))
+    needs_lse = call.return_lse or call.sinks is not None
+    # The default scale is a constant of the head dim. Any other one is a number that the kernel reads.
+    constant = 1.0 if spec.scale else 1.0 / math.sqrt(call.head_dim)
+    output, lse = (attend or _attend_for(call))(
+        query, key, value, score_change(call), remembered_block_mask(call), constant, spec.query_heads != spec.key_heads, needs_lse
+    )
+    output = output[..., : call.value_dim]
+    if call.sinks is not None:
+        # exp(lse) / (exp(lse) + exp(sink)) of each weight is left.
+        sinks = call.sinks.to(lse.dtype)[None, :, None]
+        output = output * torch.sigmoid(lse - sinks)[..., None].to(output.dtype)
+        lse = torch.logaddexp(lse, sinks)
+    if queries is not None:
+        output = output.masked_fill(~queries[:, None, :, None], 0.0)
+        lse = lse.masked_fill(~queries[:, None, :], NEGATIVE_INFINITY) if call.return_lse else None
+    return (output, lse) if call.return_lse else output
+
+
+def score_change(call: AttentionCall) -> Callable | None:
+    """The score_mod: what happens to a score before the masks. The tensors are read in the kernel, element by element."""
+    spec = call.spec
+    scale = number(call.scale, torch.float32, call.device) if spec.scale else None
+    softcap = number(call.softcap, torch.float32, call.device) if spec.softcap else None
+    slopes, bias = call.alibi_slopes, call.bias
+    pair = Pairs(**placed(call)) if slopes is not None else Pairs()
+    if bias is not None and ("bias" in spec.gradients or bias.dtype == torch.float64):
+        # Gradients of a broadcast bias add up element by element, which half precision would spoil.
+        bias = bias.float()
+    if bias is not None and "bias" not in spec.gradients:
+        bias = bias.detach()
+    if slopes is not None:
+        slopes = slopes.detach().float()
+    if scale is None and softcap is None and slopes is None and bias is None:
+        return None
+
+    def changed(score, b, h, i, j):
+        if scale is not None:
+            score = score * scale
+        if softcap is not None:
+            score = softcap * torch.tanh(score / softcap)
+        if slopes is not None:
+            slope = slopes[h] if slopes.dim() == 1 else slopes[b, h]
+            score = score - slope * (pair.slot(b, i) - j).abs()
+        if bias is not None:
+            score = score + element(bias, b, h, i, j)
+        return score
+
+    return changed
+
+
+def _at_least(tensor: torch.Tensor, size: int) -> torch.Tensor:
+    return pad(tensor, (0, size - tensor.shape[3])) if tensor.shape[3] < size else tensor
+
+
+# ---------------------------------------------------------------------- the compiled kernels
+
+
+def _attend(query, key, value, score_mod, block_mask, scale, grouped, needs_lse) -> tuple[torch.Tensor, torch.Tensor | None]:
+    from torch.nn.attention.flex_attention import AuxRequest, flex_attention  # brings the compiler along
+
+    if not needs_lse:
+        return flex_attention(query, key, value, score_mod, block_mask, scale, grouped), None
+    output, aux = flex_attention(query, key, value, score_mod, block_mask, scale, grouped, return_aux=AuxRequest(lse=True))
+    return output, aux.lse
+
+
+_compiled: dict[tuple, Callable] = {}
+
+
+def _attend_for(call: AttentionCall) -> Callable:
+    """`_attend`, compiled for calls of this kind.
+
+    Each kind gets a code object of its own, since the compiler counts compilations by code object and runs uncompiled after a few.
+    What it would compile anew for anyhow is part of the kind: sizes of 1, one block, whole blocks.
+    """
+    spec = call.spec
+    if spec.compiling:
+        return _attend
+    lengths = (call.query_length, call.key_length)
+    kind = (
+        spec._replace(sizes=None, aligned=True, expanded=False, deterministic=False, padding_fits_packing=False),
+        call.batch == 1,
+        tuple(n <= SIZE for n in lengths),
+        tuple(n % SIZE == 0 for n in lengths),
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+    )
+    found = _compiled.get(kind)
+    if found is None:
+        code = _attend.__code__.replace(co_name=f"flex_attend_{len(_compiled)}")
+        found = _compiled.setdefault(kind, torch.compile(types.FunctionType(code, globals()), fullgraph=True))
+    return found
+
+
+# ---------------------------------------------------------------------- the claims
+
+
+def _forward_only_on_a_cpu(spec: AttentionSpec) -> Reason | None:
+    if spec.device == "cpu" and spec.gradients:
+        return Reason(Feature.BACKWARD.value, "gradients of " + ", ".join(spec.gradients), "forward only on a CPU", "call it under no_grad")
+    return None
+
+
+def _no_lse_on_a_cpu(spec: AttentionSpec) -> Reason | None:
+    for feature, asked in ((Feature.LSE, spec.return_lse), (Feature.SINKS, spec.sinks)):
+        if spec.device == "cpu" and asked:
+            return Reason(feature.value, "yes", "only on CUDA: the compiled CPU kernel writes no log-sum-exp")
+    return None
+
+
+def _learned_bias_on_cuda(spec: AttentionSpec) -> Reason | None:
+    if spec.deterministic and "bias" in spec.gradients:
+        return Reason(Feature.DETERMINISTIC.value, "with a gradient of bias", "without: that gradient is added up in any order")
+    return None
+
+
+def _no_compiler(spec: AttentionSpec) -> Reason | None:
+    if spec.device == "cpu" and not (os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")):
+        return Reason("missing", "a C++ compiler", "none found", "install g++, or name one in CXX")
+    if spec.device == "cuda" and find_spec("triton") is None:
+        return Reason("missing", "triton", "not installed", "pip install triton")
+    return None
+
+
+def _notes(spec: AttentionSpec) -> Sequence[str]:
+    notes = ["compiles a kernel at the first call of a kind, which takes seconds"]
+    if spec.device == "cuda" and min(spec.head_dim, spec.value_dim) < SMALLEST_ON_CUDA:
+        notes.append(f"pads head dims below {SMALLEST_ON_CUDA} in copies of query, key and value")
+    if spec.padded and not spec.finite_padding:
+        notes.append("cleans padding in copies of query, key and value; finite_padding=True spares them")
+    if not spec.unit_stride:
+        notes.append("copies query, key and value, whose last dimension is not contiguous")
+    return notes
+
+
+flex = Backend(
+    name="flex",
+    run=run_flex,
+    capabilities=Capabilities(
+        features={
+            Feature.CAUSAL: NATIVE,
+            Feature.UNEQUAL_LENGTHS: NATIVE,
+            Feature.WINDOW: NATIVE,
+            Feature.QUERY_MASK: NATIVE,
+            Feature.KEY_MASK: NATIVE,
+            Feature.MASK: NATIVE,
+            Feature.BIAS: NATIVE,
+            Feature.KEY_LENGTHS: NATIVE,
+            Feature.QUERY_LENGTHS: NATIVE,
+            Feature.KEY_STARTS: NATIVE,
+            Feature.PACKED: NATIVE,
+            Feature.ALIBI: NATIVE,
+            Feature.SOFTCAP: NATIVE,
+            Feature.SINKS: EMULATED("rescales the output by its log-sum-exp"),
+            Feature.SCALE: NATIVE,
+            Feature.LSE: NATIVE,
+            Feature.GROUPED_HEADS: NATIVE,
+            Feature.VALUE_DIM: NATIVE,
+            Feature.BACKWARD: NATIVE,
+            Feature.BIAS_GRADIENT: NATIVE,
+            Feature.SINKS_GRADIENT: NATIVE,
+            Feature.LSE_GRADIENT: NATIVE,
+            Feature.COMPILE: NATIVE,
+            Feature.DETERMINISTIC: NATIVE,
+        },
+        devices=("cpu", "cuda"),
+        dtypes=(torch.float16, torch.bfloat16, torch.float32),
+        head_dim=Dims(largest=256),
+        value_dim=Dims(largest=256),
+        smallest_capability=(8, 0),
+        rules=(_forward_only_on_a_cpu, _no_lse_on_a_cpu, _learned_bias_on_cuda, _no_compiler),
+    ),
+    priority=lambda spec: 30 if spec.device == "cuda" else -50,
+    layout="bhsd",
+    notes=_notes,
+)
