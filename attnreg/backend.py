@@ -51,7 +51,7 @@ class Backend:
     family: str | None = None
     notes: Callable[[AttentionSpec], Sequence[str]] = _no_notes
     packs: bool = False
-    _known: dict = field(default_factory=dict, repr=False, compare=False)
+    _known: dict = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name.replace("_", "").replace("-", "").isalnum():
