@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import threading
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -23,10 +24,12 @@ MaskLike = torch.Tensor | Padding
 
 
 class _Plan(NamedTuple):
-    """What a repeated call needs: the checked call less its tensors, and the backend's function."""
+    """What a repeated call needs: the checked call less its tensors, and what to run."""
 
     template: dict[str, Any]
     selection: Selection
+    run: Callable[[AttentionCall], Output] | None
+    """The backend's function, where the result needs no change of layout or shape; else None."""
 
 
 class _Last(threading.local):
@@ -37,7 +40,12 @@ _LIMIT = 4096
 _plans: dict[tuple, _Plan] = {}
 _selections: dict[tuple, Selection] = {}
 _last = _Last()
-_autocast_enabled = torch._C._is_any_autocast_enabled
+# Bound once: each look-up of a name in a module costs the repeated call a tenth of a microsecond.
+_tracing = torch.compiler.is_dynamo_compiling
+_current_scope = policy.current_scope.get
+_grad_enabled = torch.is_grad_enabled
+_deterministic = torch._C._get_deterministic_algorithms
+_autocast = torch._C._is_any_autocast_enabled
 
 
 def attention(
@@ -104,10 +112,10 @@ def attention(
     Raises ValueError or TypeError for a call that makes no sense, LookupError for an unknown backend, and NoBackendError when no allowed
     backend can run it, with every reason.
     """
-    if torch.compiler.is_compiling():
+    if _tracing():
         return _traced(dict(locals()))
-    scope = policy.current_scope.get()
-    masks = None
+    scope = _current_scope()
+    options = None
     if (
         query_mask is not None
         or key_mask is not None
@@ -116,35 +124,43 @@ def attention(
         or alibi_slopes is not None
         or sinks is not None
     ):
-        masks = {"query_mask": query_mask, "key_mask": key_mask, "mask": mask, "bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks}
+        options = {"query_mask": query_mask, "key_mask": key_mask, "mask": mask, "bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks}
     signature = plan = None
     if cache is None and cu_seqlens is None and key_lengths is None and query_lengths is None and key_starts is None:
         try:
+            # All that the checks and the choice depend on: an equal signature means an equal answer.
             signature = (
-                query.shape, key.shape, value.shape, query.dtype, key.dtype, value.dtype, query.device, key.device, value.device,
+                query.shape, key.shape, value.shape, query.dtype, key.dtype, value.dtype, query.device,
                 query.is_contiguous() or query.stride(), key.is_contiguous() or key.stride(), value.is_contiguous() or value.stride(),
-                torch.is_grad_enabled() and (query.requires_grad, key.requires_grad, value.requires_grad),
-                causal, window, softcap, scale, dropout_p, finite_padding, layout, n_heads, n_kv_heads, return_lse, max_seqlens, backend, layer,
-                torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic, _autocast_enabled(), scope,
-                masks and tuple(map(_signature, masks.values())), query.is_cuda and _on_device(query, key, value),
+                _grad_enabled() and (query.requires_grad, key.requires_grad, value.requires_grad),
+                causal, window, softcap, scale, dropout_p, finite_padding, layout, n_heads, n_kv_heads, return_lse, max_seqlens,
+                backend, layer, deterministic, _deterministic(), _autocast(), scope,
+                options and tuple(map(_signature, options.values())), query.is_cuda and _on_device(query, key, value),
             )  # fmt: skip
             plan = _plans.get(signature)
         except (AttributeError, TypeError):  # not tensors, or not hashable: the checks below say what is wrong, or take it
             signature = None
-    if plan is not None:
-        call = object.__new__(AttentionCall)
-        call.__dict__.update(plan.template)
-        call.query, call.key, call.value = query, key, value
-        if masks is not None:
-            call.__dict__.update(masks)
-        selection = plan.selection
-    else:
+    if plan is None:
         call = _checked(locals())
         selection = choose(call, backend, layer, scope)
         if signature is not None and call.repeatable:
             _remember(signature, call, selection)
-    _last.selection = selection
-    return run(call, selection)
+        _last.selection = selection
+        return run(call, selection)
+    call = AttentionCall.__new__(AttentionCall)
+    state = call.__dict__
+    state.update(plan.template)
+    state["query"], state["key"], state["value"] = query, key, value
+    if options is not None:
+        state.update(options)
+    _last.selection = plan.selection
+    try:
+        return run(call, plan.selection) if plan.run is None else plan.run(call)
+    except Exception:
+        # The one thing that the signature leaves out, since kernels refuse it themselves; the checks say it better.
+        if key.device != query.device or value.device != query.device:
+            _checked(locals())
+        raise
 
 
 def explain(query: torch.Tensor, key: torch.Tensor | None = None, value: torch.Tensor | None = None, **options: Any) -> Selection:
@@ -211,10 +227,10 @@ def run(call: AttentionCall, selection: Selection) -> Output:
     if selection.spec.zero_size:
         result = _of_nothing(call)
     elif backend.layout == given:
-        result = backend.run(call)
+        result = selection.run(call)
     else:
         call.to_layout(backend.layout)
-        result = backend.run(call)
+        result = selection.run(call)
         result = (result[0].transpose(1, 2), result[1]) if call.return_lse else result.transpose(1, 2)
     if call.return_lse and Feature.LSE_GRADIENT not in backend.claims.features:
         result = (result[0], result[1].detach())
@@ -308,10 +324,11 @@ def _on_device(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> t
 
 def _remember(signature: tuple, call: AttentionCall, selection: Selection) -> None:
     template = {n: v for n, v in call.__dict__.items() if not isinstance(v, torch.Tensor)}
+    as_it_is = call.layout == selection.chosen.layout and not call.return_lse and not selection.spec.zero_size
     plans = _plans
     if len(plans) >= _LIMIT:
         plans.clear()
-    plans[signature] = _Plan(template, selection)
+    plans[signature] = _Plan(template, selection, selection.run if as_it_is else None)
 
 
 def _forget() -> None:

@@ -38,6 +38,7 @@ class Backend:
     missing: why the backend can't run here at all (its library is absent, too old, broken), or None. Asked once, lazily.
     family: a name that stands for several backends, as "flash" does.
     notes: what a run of this spec will do that the user may want to know: the kernel inside, a copy that is made.
+    run_for: optional; returns the function to run for a spec, where it depends on the spec alone: decided once, off the repeated call.
     packs: the backend wants to know whether padding may be dropped; a bare padding mask is then examined once (one
         device-to-host copy a mask, spared by `packing.Padding`).
     """
@@ -50,6 +51,7 @@ class Backend:
     layout: str = "bshd"
     family: str | None = None
     notes: Callable[[AttentionSpec], Sequence[str]] = _no_notes
+    run_for: Callable[[AttentionSpec], Callable[[AttentionCall], Output]] | None = None
     packs: bool = False
     _known: dict = field(default_factory=dict, init=False, repr=False, compare=False)
 

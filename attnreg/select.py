@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
-from .backend import Backend
+from .backend import Backend, Output
 from .capabilities import Reason
 from .policy import Policy
 from .spec import AttentionSpec
+
+if TYPE_CHECKING:
+    from .call import AttentionCall
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,8 @@ class Selection:
     notes: tuple[str, ...] = ()
     failures: tuple[Any, ...] = ()
     """Plugins that failed to load (`registry.PluginFailure`)."""
+    run: Callable[[AttentionCall], Output] | None = field(default=None, repr=False)
+    """The function of the chosen backend that runs this spec."""
 
     def __str__(self) -> str:
         name = self.chosen.name if self.chosen else "no backend"
@@ -118,4 +123,5 @@ def select(spec: AttentionSpec, candidates: Iterable[Backend], policy: Policy, f
         emulations=chosen.claims.emulations(spec) if chosen else (),
         notes=tuple(chosen.notes(spec)) if chosen else (),
         failures=failures,
+        run=None if chosen is None else chosen.run_for(spec) if chosen.run_for else chosen.run,
     )

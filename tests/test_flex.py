@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import gc
 import random
 import types
 
@@ -14,9 +13,8 @@ import torch
 import attnreg
 from attnreg import registry
 from attnreg.call import AttentionCall
-from attnreg.kernels import block_masks
-from attnreg.kernels.flex import _attend, _compiled, flex, run_flex
-from attnreg.visibility import real_queries, visible
+from attnreg.kernels.flex import _attend, flex, run_flex
+from attnreg.visibility import real_queries
 
 
 def make(batch, query_length, key_length, heads=4, key_heads=2, dim=8, value_dim=8, dtype=torch.float32, seed=0):

@@ -12,7 +12,6 @@ import shutil
 import types
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
-from typing import Any
 
 import torch
 from torch.nn.functional import pad

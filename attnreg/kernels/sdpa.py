@@ -7,7 +7,7 @@ choice is `kernel_for`, a function of the spec that the explanation shows, and n
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch.nn.functional import pad
@@ -37,6 +37,19 @@ def kernel_for(spec: AttentionSpec) -> str:
     if spec.dtype == torch.bfloat16 and spec.capability < (8, 0):
         return "math"
     return "efficient"
+
+
+def run_for(spec: AttentionSpec) -> Callable[[AttentionCall], Output]:
+    """The fused CPU kernel itself where nothing need be done around it, else `run_sdpa`."""
+    plain = not spec.padded and spec.unit_stride and spec.head_dim == spec.value_dim and not spec.return_lse
+    if kernel_for(spec) != "cpu flash" or not plain or _needs_mask(spec):
+        return run_sdpa
+    causal = spec.causal and spec.equal_lengths
+
+    def run_cpu_flash(call: AttentionCall) -> torch.Tensor:
+        return torch._scaled_dot_product_flash_attention_for_cpu(call.query, call.key, call.value, 0.0, causal, scale=call.scale)[0]
+
+    return run_cpu_flash
 
 
 def run_sdpa(call: AttentionCall) -> Output:
@@ -233,6 +246,7 @@ def _notes(spec: AttentionSpec) -> Sequence[str]:
 sdpa = Backend(
     name="sdpa",
     run=run_sdpa,
+    run_for=run_for,
     capabilities=Capabilities(
         features={
             Feature.CAUSAL: NATIVE,
