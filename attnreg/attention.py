@@ -26,6 +26,8 @@ MaskLike = torch.Tensor | Padding
 class _Plan(NamedTuple):
     """What a repeated call needs: the checked call less its tensors, and what to run."""
 
+    fits: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], bool]
+    """Whether query, key and value are as they were: sizes, strides, dtype, device, gradients, autocast."""
     template: dict[str, Any]
     selection: Selection
     run: Callable[[AttentionCall], Output] | None
@@ -37,7 +39,7 @@ class _Last(threading.local):
 
 
 _LIMIT = 4096
-_plans: dict[tuple, _Plan] = {}
+_plans: dict[tuple, list[_Plan]] = {}
 _selections: dict[tuple, Selection] = {}
 _last = _Last()
 # Bound once: each look-up of a name in a module costs the repeated call a tenth of a microsecond.
@@ -45,7 +47,6 @@ _tracing = torch.compiler.is_dynamo_compiling
 _current_scope = policy.current_scope.get
 _grad_enabled = torch.is_grad_enabled
 _deterministic = torch._C._get_deterministic_algorithms
-_autocast = torch._C._is_any_autocast_enabled
 
 
 def attention(
@@ -128,23 +129,22 @@ def attention(
     signature = plan = None
     if cache is None and cu_seqlens is None and key_lengths is None and query_lengths is None and key_starts is None:
         try:
-            # All that the checks and the choice depend on: an equal signature means an equal answer.
             signature = (
-                query.shape, key.shape, value.shape, query.dtype, key.dtype, value.dtype, query.device,
-                query.is_contiguous() or query.stride(), key.is_contiguous() or key.stride(), value.is_contiguous() or value.stride(),
-                _grad_enabled() and (query.requires_grad, key.requires_grad, value.requires_grad),
-                causal, window, softcap, scale, dropout_p, finite_padding, layout, n_heads, n_kv_heads, return_lse, max_seqlens,
-                backend, layer, deterministic, _deterministic(), _autocast(), scope,
+                query.shape, key.shape, causal, window, softcap, scale, dropout_p, finite_padding, layout, n_heads, n_kv_heads, return_lse,
+                max_seqlens, backend, layer, deterministic, _deterministic(), _grad_enabled(), scope,
                 options and tuple(map(_signature, options.values())), query.is_cuda and _on_device(query, key, value),
             )  # fmt: skip
-            plan = _plans.get(signature)
+            for known in _plans.get(signature, ()):
+                if known.fits(query, key, value):
+                    plan = known
+                    break
         except (AttributeError, TypeError):  # not tensors, or not hashable: the checks below say what is wrong, or take it
             signature = None
     if plan is None:
         call = _checked(locals())
         selection = choose(call, backend, layer, scope)
         if signature is not None and call.repeatable:
-            _remember(signature, call, selection)
+            _remember(signature, query, key, value, call, selection)
         _last.selection = selection
         return run(call, selection)
     call = AttentionCall.__new__(AttentionCall)
@@ -154,13 +154,7 @@ def attention(
     if options is not None:
         state.update(options)
     _last.selection = plan.selection
-    try:
-        return run(call, plan.selection) if plan.run is None else plan.run(call)
-    except Exception:
-        # The one thing that the signature leaves out, since kernels refuse it themselves; the checks say it better.
-        if key.device != query.device or value.device != query.device:
-            _checked(locals())
-        raise
+    return run(call, plan.selection) if plan.run is None else plan.run(call)
 
 
 def explain(query: torch.Tensor, key: torch.Tensor | None = None, value: torch.Tensor | None = None, **options: Any) -> Selection:
@@ -322,13 +316,32 @@ def _on_device(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> t
     return query.data_ptr() % 16, key.data_ptr() % 16, value.data_ptr() % 16, torch.cuda.is_current_stream_capturing()
 
 
-def _remember(signature: tuple, call: AttentionCall, selection: Selection) -> None:
-    template = {n: v for n, v in call.__dict__.items() if not isinstance(v, torch.Tensor)}
+def _remember(
+    signature: tuple, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall, selection: Selection
+) -> None:
+    template = {n: v for n, v in call.__dict__.items() if not isinstance(v, torch.Tensor) and v is not getattr(AttentionCall, n, signature)}
     as_it_is = call.layout == selection.chosen.layout and not call.return_lse and not selection.spec.zero_size
+    plan = _Plan(_fits(query, key, value), template, selection, selection.run if as_it_is else None)
     plans = _plans
     if len(plans) >= _LIMIT:
         plans.clear()
-    plans[signature] = _Plan(template, selection, selection.run if as_it_is else None)
+    # A few of one signature may differ in strides or in who needs a gradient; the latest comes first.
+    plans[signature] = [plan, *plans.get(signature, ())[:3]]
+
+
+def _fits(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], bool]:
+    """The compiler's own guard, which looks at all three tensors in C; spelled out where a torch doesn't have it."""
+    try:
+        return torch._C._dynamo.guards.TensorGuards(query, key, value, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+    except Exception:
+        pass
+
+    def facts(*tensors: torch.Tensor) -> list:
+        autocast = torch._C._is_any_autocast_enabled()
+        return [(type(t), t.shape, t.stride(), t.dtype, t.device, t.requires_grad, t.is_inference(), autocast) for t in tensors]
+
+    was = facts(query, key, value)
+    return lambda *tensors: facts(*tensors) == was
 
 
 def _forget() -> None:
