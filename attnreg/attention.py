@@ -5,12 +5,13 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from . import policy, registry
-from .backend import Output
+from .backend import Backend, Output
 from .call import AttentionCall, spec_from
 from .packing import Padding
 from .select import NoBackendError, Selection, select
@@ -146,7 +147,7 @@ def attention(
         if signature is not None and call.repeatable:
             _remember(signature, query, key, value, call, selection)
         _last.selection = selection
-        return run(call, selection)
+        return run(call, selection.chosen, selection.run)
     call = AttentionCall.__new__(AttentionCall)
     state = call.__dict__
     state.update(plan.template)
@@ -154,7 +155,7 @@ def attention(
     if options is not None:
         state.update(options)
     _last.selection = plan.selection
-    return run(call, plan.selection) if plan.run is None else plan.run(call)
+    return plan.run(call) if plan.run else run(call, plan.selection.chosen, plan.selection.run)
 
 
 def explain(query: torch.Tensor, key: torch.Tensor | None = None, value: torch.Tensor | None = None, **options: Any) -> Selection:
@@ -214,17 +215,16 @@ def choose(
     return selection
 
 
-def run(call: AttentionCall, selection: Selection) -> Output:
-    """Runs a call on the chosen backend and gives the result the caller's shape."""
-    backend = selection.chosen
+def run(call: AttentionCall, backend: Backend, function: Callable[[AttentionCall], Output]) -> Output:
+    """Runs a call by a function of the chosen backend and gives the result the caller's shape."""
     given = call.layout
-    if selection.spec.zero_size:
+    if call.spec.zero_size:
         result = _of_nothing(call)
     elif backend.layout == given:
-        result = selection.run(call)
+        result = function(call)
     else:
         call.to_layout(backend.layout)
-        result = selection.run(call)
+        result = function(call)
         result = (result[0].transpose(1, 2), result[1]) if call.return_lse else result.transpose(1, 2)
     if call.return_lse and Feature.LSE_GRADIENT not in backend.claims.features:
         result = (result[0], result[1].detach())
@@ -268,38 +268,29 @@ def _traced(arguments: dict[str, Any]) -> Output:
     call = _checked(arguments)
     backend = arguments["backend"]
     named = tuple(backend) if isinstance(backend, list) else backend
-    selection = _selected_while_tracing(call.facts(), named, arguments["layer"], policy.process.epoch, policy.mirror.scope)
-    if selection.chosen is None:
-        raise NoBackendError(selection)
-    return run(call, selection)
+    name = _chosen_while_tracing(call.facts(), named, arguments["layer"], policy.process.epoch, policy.mirror.scope)
+    backend = registry.traceable[name]
+    return run(call, backend, backend.run)
 
 
-def _selected_while_tracing(facts: tuple, backend: Any, layer: str | None, epoch: int, scope: int) -> Selection:
-    """Runs at trace time, as ordinary Python. In a thread of its own, because loading a plugin or asking a library what it can do must not
-    happen under the tracer's fake tensors, which are thread-local."""
-    answer: list[Any] = []
+def _chosen_while_tracing(facts: tuple, backend: Any, layer: str | None, epoch: int, scope: int) -> str:
+    """The chosen backend's name. Runs at trace time, as ordinary Python; in a thread of its own, because loading a plugin or asking a
+    library what it can do must not happen under the tracer's fake tensors, which are thread-local."""
 
-    def work() -> None:
-        try:
-            registry.load()
-            chosen_by = policy.in_force(backend, layer, policy.scope_of(scope))
-            selection = select(spec_from(facts), registry.backends().values(), chosen_by, registry.failures())
-            if selection.chosen is not None:
-                _check_selection(selection, policy.scope_of(scope))
-            answer.append(selection)
-        except BaseException as error:  # handed to the caller's thread
-            answer.append(error)
+    def work() -> str:
+        registry.load()
+        around = policy.scope_of(scope)
+        selection = select(spec_from(facts), registry.backends().values(), policy.in_force(backend, layer, around), registry.failures())
+        _check_selection(selection, around)
+        return selection.chosen.name
 
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    if isinstance(answer[0], BaseException):
-        raise answer[0]
-    return answer[0]
+    with ThreadPoolExecutor(1) as elsewhere:
+        return elsewhere.submit(work).result()
 
 
-# What torch.compiler.assume_constant_result sets; that function would import the whole compiler here.
-_selected_while_tracing._dynamo_marked_constant = True
+# What torch.compiler.assume_constant_result sets; that function would import the whole compiler here. The epoch and the scope's number are
+# read, and so guarded, by the traced code above.
+_chosen_while_tracing._dynamo_marked_constant = True
 
 
 # ---------------------------------------------------------------------- what makes the repeated call cheap
