@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from . import policy, registry
-from .backend import Output
+from .backend import Backend, Output
 from .call import AttentionCall, spec_from
 from .packing import Padding
 from .select import NoBackendError, Selection, select
@@ -217,8 +217,12 @@ def choose(
 def run(call: AttentionCall, selection: Selection) -> Output:
     """Runs a call on the chosen backend and gives the result the caller's shape."""
     backend = selection.chosen
+    return _run(call, backend, selection.spec.zero_size, call.return_lse and _detaches_lse(backend))
+
+
+def _run(call: AttentionCall, backend: Backend, nothing: bool, detaches_lse: bool) -> Output:
     given = call.layout
-    if selection.spec.zero_size:
+    if nothing:
         result = _of_nothing(call)
     elif backend.layout == given:
         result = selection.run(call)
@@ -226,13 +230,17 @@ def run(call: AttentionCall, selection: Selection) -> Output:
         call.to_layout(backend.layout)
         result = selection.run(call)
         result = (result[0].transpose(1, 2), result[1]) if call.return_lse else result.transpose(1, 2)
-    if call.return_lse and Feature.LSE_GRADIENT not in backend.claims.features:
+    if call.return_lse and detaches_lse:
         result = (result[0], result[1].detach())
     if call.shape_given == "4-D":
         return result
     output = result[0] if call.return_lse else result
     output = output.flatten(2) if call.shape_given == "flat" else output.squeeze(0)
     return (output, result[1]) if call.return_lse else output
+
+
+def _detaches_lse(backend: Backend) -> bool:
+    return Feature.LSE_GRADIENT not in backend.claims.features
 
 
 def _of_nothing(call: AttentionCall) -> Output:
@@ -268,14 +276,14 @@ def _traced(arguments: dict[str, Any]) -> Output:
     call = _checked(arguments)
     backend = arguments["backend"]
     named = tuple(backend) if isinstance(backend, list) else backend
-    selection = _selected_while_tracing(call.facts(), named, arguments["layer"], policy.process.epoch, policy.mirror.scope)
-    if selection.chosen is None:
-        raise NoBackendError(selection)
-    return run(call, selection)
+    name, nothing, detaches = _selected_while_tracing(call.facts(), named, arguments["layer"], policy.process.epoch, policy.mirror.scope)
+    return _run(call, registry.by_name(name), nothing, detaches)
 
 
-def _selected_while_tracing(facts: tuple, backend: Any, layer: str | None, epoch: int, scope: int) -> Selection:
-    """Runs at trace time, as ordinary Python. In a thread of its own, because loading a plugin or asking a library what it can do must not
+def _selected_while_tracing(facts: tuple, backend: Any, layer: str | None, epoch: int, scope: int) -> tuple[str, bool, bool]:
+    """What `_run` needs to know. The backend's name rather than itself, since the compiler can't guard on what hangs on a constant.
+
+    Runs at trace time, as ordinary Python. In a thread of its own, because loading a plugin or asking a library what it can do must not
     happen under the tracer's fake tensors, which are thread-local."""
     answer: list[Any] = []
 
@@ -284,9 +292,8 @@ def _selected_while_tracing(facts: tuple, backend: Any, layer: str | None, epoch
             registry.load()
             chosen_by = policy.in_force(backend, layer, policy.scope_of(scope))
             selection = select(spec_from(facts), registry.backends().values(), chosen_by, registry.failures())
-            if selection.chosen is not None:
-                _check_selection(selection, policy.scope_of(scope))
-            answer.append(selection)
+            _check_selection(selection, policy.scope_of(scope))
+            answer.append((selection.chosen.name, selection.spec.zero_size, _detaches_lse(selection.chosen)))
         except BaseException as error:  # handed to the caller's thread
             answer.append(error)
 
