@@ -217,18 +217,18 @@ def choose(
 def run(call: AttentionCall, selection: Selection) -> Output:
     """Runs a call on the chosen backend and gives the result the caller's shape."""
     backend = selection.chosen
-    return _run(call, backend, selection.spec.zero_size, call.return_lse and _detaches_lse(backend))
+    return _run(call, backend, selection.run, selection.spec.zero_size, call.return_lse and _detaches_lse(backend))
 
 
-def _run(call: AttentionCall, backend: Backend, nothing: bool, detaches_lse: bool) -> Output:
+def _run(call: AttentionCall, backend: Backend, kernel: Callable[[AttentionCall], Output], nothing: bool, detaches_lse: bool) -> Output:
     given = call.layout
     if nothing:
         result = _of_nothing(call)
     elif backend.layout == given:
-        result = selection.run(call)
+        result = kernel(call)
     else:
         call.to_layout(backend.layout)
-        result = selection.run(call)
+        result = kernel(call)
         result = (result[0].transpose(1, 2), result[1]) if call.return_lse else result.transpose(1, 2)
     if call.return_lse and detaches_lse:
         result = (result[0], result[1].detach())
@@ -277,7 +277,8 @@ def _traced(arguments: dict[str, Any]) -> Output:
     backend = arguments["backend"]
     named = tuple(backend) if isinstance(backend, list) else backend
     name, nothing, detaches = _selected_while_tracing(call.facts(), named, arguments["layer"], policy.process.epoch, policy.mirror.scope)
-    return _run(call, registry.by_name(name), nothing, detaches)
+    chosen = registry.by_name(name)
+    return _run(call, chosen, chosen.run, nothing, detaches)
 
 
 def _selected_while_tracing(facts: tuple, backend: Any, layer: str | None, epoch: int, scope: int) -> tuple[str, bool, bool]:

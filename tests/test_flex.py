@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import gc
 import random
 import types
 
@@ -13,8 +14,9 @@ import torch
 import attnreg
 from attnreg import registry
 from attnreg.call import AttentionCall
-from attnreg.kernels.flex import _attend, flex, run_flex
-from attnreg.visibility import real_queries
+from attnreg.kernels import block_masks
+from attnreg.kernels.flex import _attend, _compiled, flex, run_flex
+from attnreg.visibility import real_keys, real_queries, visible
 
 
 def make(batch, query_length, key_length, heads=4, key_heads=2, dim=8, value_dim=8, dtype=torch.float32, seed=0):
@@ -97,8 +99,6 @@ def poison(tensors, options):
     """NaN in padding: nothing of it may be seen."""
     call = AttentionCall(*tensors, **options)
     query, key, value = (t.clone() for t in tensors)
-    from attnreg.visibility import real_keys
-
     if (queries := real_queries(call)) is not None:
         query[~queries.expand(query.shape[:2])] = float("nan")
     if (keys := real_keys(call)) is not None:
