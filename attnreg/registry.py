@@ -57,6 +57,11 @@ def backends() -> Mapping[str, Backend]:
     return types.MappingProxyType({b.name: b for b in ordered})
 
 
+def by_name(name: str) -> Backend:
+    """The backend of a name that is known to be registered. Traceable by the compiler."""
+    return _registry.backends[name]
+
+
 def failures() -> tuple[PluginFailure, ...]:
     """Plugins that failed to load, and why."""
     load()

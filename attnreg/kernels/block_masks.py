@@ -29,13 +29,13 @@ _LIMIT = 64
 class Pairs(NamedTuple):
     """What decides whether query i sees key j, as small tensors that the kernel reads. None where nothing depends on it."""
 
-    shift: torch.Tensor | None = None
+    shift: torch.Tensor | int | None = None
     """Query i sits at slot i + shift: () for all rows, or (B,)."""
     places: torch.Tensor | None = None
     """Packed rows: the slot of each query, (Sq,)."""
     causal: bool = False
-    left: torch.Tensor | None = None
-    right: torch.Tensor | None = None
+    left: torch.Tensor | int | None = None
+    right: torch.Tensor | int | None = None
     keys: torch.Tensor | None = None
     """Real keys, (B or 1, Sk)."""
     query_segments: torch.Tensor | None = None
@@ -45,11 +45,16 @@ class Pairs(NamedTuple):
     def slot(self, b: torch.Tensor, i: torch.Tensor) -> torch.Tensor:
         if self.places is not None:
             return self.places[i]
-        return i + (self.shift if self.shift.dim() == 0 else self.shift[b])
+        return i + (self.shift[b] if isinstance(self.shift, torch.Tensor) and self.shift.dim() else self.shift)
 
 
-def number(value: float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A value as a tensor without dimensions: another value of it needs no new compilation. Filled on the device, so nothing is copied."""
+def number(value: float, dtype: torch.dtype, device: torch.device) -> torch.Tensor | float:
+    """A value as a tensor without dimensions: another value of it needs no new compilation. Filled on the device, so nothing is copied.
+
+    Inside somebody else's compiled region it stays a number: the compiler would fold the tensor, which the CPU kernel can't read then.
+    """
+    if torch.compiler.is_compiling():
+        return value
     return torch.full((), value, dtype=dtype, device=device)
 
 

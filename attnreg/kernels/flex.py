@@ -155,6 +155,17 @@ def _no_lse_on_a_cpu(spec: AttentionSpec) -> Reason | None:
     return None
 
 
+def _not_inside_a_compiled_cpu_region(spec: AttentionSpec) -> Reason | None:
+    if spec.device == "cpu" and spec.compiling:
+        return Reason(
+            Feature.COMPILE.value,
+            "yes",
+            "only on CUDA: torch's compiler can't join its CPU kernel with what follows it",
+            "call it outside the compiled region",
+        )
+    return None
+
+
 def _learned_bias_on_cuda(spec: AttentionSpec) -> Reason | None:
     if spec.deterministic and "bias" in spec.gradients:
         return Reason(Feature.DETERMINISTIC.value, "with a gradient of bias", "without: that gradient is added up in any order")
@@ -215,7 +226,7 @@ flex = Backend(
         head_dim=Dims(largest=256),
         value_dim=Dims(largest=256),
         smallest_capability=(8, 0),
-        rules=(_forward_only_on_a_cpu, _no_lse_on_a_cpu, _learned_bias_on_cuda, _no_compiler),
+        rules=(_forward_only_on_a_cpu, _no_lse_on_a_cpu, _not_inside_a_compiled_cpu_region, _learned_bias_on_cuda, _no_compiler),
     ),
     priority=lambda spec: 30 if spec.device == "cuda" else -50,
     layout="bhsd",
