@@ -1,0 +1,1 @@
+"""One module for each host whose models can run on attnreg. Importing this imports no host."""
