@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Callable
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -214,17 +215,18 @@ def choose(
     return selection
 
 
-def run(call: AttentionCall, selection: Selection) -> Output:
-    """Runs a call on the chosen backend and gives the result the caller's shape."""
+def run(call: AttentionCall, selection: Selection, function: Callable[[AttentionCall], Output] | None = None) -> Output:
+    """Runs a call on the chosen backend and gives the result the caller's shape. `function` stands for `selection.run`."""
     backend = selection.chosen
+    function = selection.run if function is None else function
     given = call.layout
     if selection.spec.zero_size:
         result = _of_nothing(call)
     elif backend.layout == given:
-        result = selection.run(call)
+        result = function(call)
     else:
         call.to_layout(backend.layout)
-        result = selection.run(call)
+        result = function(call)
         result = (result[0].transpose(1, 2), result[1]) if call.return_lse else result.transpose(1, 2)
     if call.return_lse and Feature.LSE_GRADIENT not in backend.claims.features:
         result = (result[0], result[1].detach())
@@ -268,14 +270,21 @@ def _traced(arguments: dict[str, Any]) -> Output:
     call = _checked(arguments)
     backend = arguments["backend"]
     named = tuple(backend) if isinstance(backend, list) else backend
-    selection = _selected_while_tracing(call.facts(), named, arguments["layer"], policy.process.epoch, policy.mirror.scope)
+    selection, name = _selected_while_tracing(call.facts(), named, arguments["layer"], policy.process.epoch, policy.mirror.scope)
     if selection.chosen is None:
         raise NoBackendError(selection)
-    return run(call, selection)
+    return run(call, selection, getattr(_traced_runs, name))
 
 
-def _selected_while_tracing(facts: tuple, backend: Any, layer: str | None, epoch: int, scope: int) -> Selection:
-    """Runs at trace time, as ordinary Python. In a thread of its own, because loading a plugin or asking a library what it can do must not
+class _Runs:
+    """Functions that traced code calls, as attributes: the tracer guards a function, and can't guard one that came out of a constant."""
+
+
+_traced_runs = _Runs()
+
+
+def _selected_while_tracing(facts: tuple, backend: Any, layer: str | None, epoch: int, scope: int) -> tuple[Selection, str]:
+    """The selection, and under which name `_traced_runs` holds its function. Runs at trace time, as ordinary Python. In a thread of its own, because loading a plugin or asking a library what it can do must not
     happen under the tracer's fake tensors, which are thread-local."""
     answer: list[Any] = []
 
@@ -295,7 +304,10 @@ def _selected_while_tracing(facts: tuple, backend: Any, layer: str | None, epoch
     thread.join()
     if isinstance(answer[0], BaseException):
         raise answer[0]
-    return answer[0]
+    selection = answer[0]
+    name = f"run_{id(selection.run)}"
+    setattr(_traced_runs, name, selection.run)  # kept there, so that the id stays its own
+    return selection, name
 
 
 # What torch.compiler.assume_constant_result sets; that function would import the whole compiler here.
