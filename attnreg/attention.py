@@ -269,7 +269,7 @@ def _traced(arguments: dict[str, Any]) -> Output:
     backend = arguments["backend"]
     named = tuple(backend) if isinstance(backend, list) else backend
     name = _chosen_while_tracing(call.facts(), named, arguments["layer"], policy.process.epoch, policy.mirror.scope)
-    backend = registry.traceable[name]
+    backend = registry.by_name(name)
     return run(call, backend, backend.run)
 
 

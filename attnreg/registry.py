@@ -46,8 +46,6 @@ class _Registry:
 
 
 _registry = _Registry()
-traceable = _registry.backends
-"""The backends by name, as a plain dictionary that the compiler can look into. Read it only where something was chosen."""
 
 
 def backends() -> Mapping[str, Backend]:
