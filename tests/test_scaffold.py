@@ -43,7 +43,7 @@ def test_no_placeholder_is_left(tmp_path):
 
 @pytest.mark.parametrize("name", ["Mine", "1st", "my-kernel", "", "my kernel"])
 def test_other_names_are_refused(name, tmp_path):
-    with pytest.raises(ValueError, match="^name: "):
+    with pytest.raises(ValueError, match=r"^name: "):
         write_package(name, tmp_path)
 
 
