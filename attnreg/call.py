@@ -295,7 +295,7 @@ class AttentionCall:
             raise ValueError(
                 f"query: (B, Sq, Hq, D), or flat (B, Sq, Hq*D) with n_heads, or packed rows (T, Hq, D) with cu_seqlens; got shape {tuple(query.shape)}"
             )
-        if torch.is_autocast_enabled(query.device.type):
+        if query.device.type != "meta" and torch.is_autocast_enabled(query.device.type):
             query, key, value = (_autocast(t) for t in (query, key, value))
             self.repeatable = False
         if not paged:
@@ -416,7 +416,7 @@ class AttentionCall:
                     f"bias: a floating tensor that is added to the scores, got {bias.dtype}; a bool tensor (True = may attend) is mask="
                 )
             self._check_broadcast("bias", bias)
-            self.bias = _autocast(bias) if torch.is_autocast_enabled(self.device.type) else bias
+            self.bias = _autocast(bias) if self.device.type != "meta" and torch.is_autocast_enabled(self.device.type) else bias
 
     def _check_broadcast(self, name: str, tensor: torch.Tensor) -> None:
         whole = (self.batch, self.query_heads, self.query_length, self.key_length)

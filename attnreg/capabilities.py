@@ -25,7 +25,14 @@ class Reason(NamedTuple):
     remedy: str = ""
 
     def __str__(self) -> str:
-        text = f"{self.what}: asked {self.asked}, supported {self.supported}"
+        if self.what == "policy":
+            text = f"policy: only {self.asked} may run"
+        elif self.what == "missing":
+            text = f"missing: {self.asked}, {self.supported}"
+        elif self.asked == "yes":
+            text = f"{self.what}: {self.supported}"
+        else:
+            text = f"{self.what}: asked {self.asked}, supported {self.supported}"
         return f"{text}; {self.remedy}" if self.remedy else text
 
 
@@ -116,15 +123,15 @@ class Capabilities:
             low, high = self.smallest_capability, self.largest_capability
             if (low is not None and spec.capability < low) or (high is not None and spec.capability > high):
                 span = (
-                    f"{_version(low)} to {_version(high)}"
+                    f"{version_text(low)} to {version_text(high)}"
                     if low and high
-                    else f"{_version(low)} or newer"
+                    else f"{version_text(low)} or newer"
                     if low
-                    else f"up to {_version(high)}"
+                    else f"up to {version_text(high)}"
                 )
-                reasons.append(Reason("capability", _version(spec.capability), span))
+                reasons.append(Reason("capability", version_text(spec.capability), span))
         if spec.dtype not in self.dtypes:
-            reasons.append(Reason("dtype", _dtype(spec.dtype), ", ".join(sorted(map(_dtype, self.dtypes)))))
+            reasons.append(Reason("dtype", dtype_name(spec.dtype), ", ".join(sorted(map(dtype_name, self.dtypes)))))
         if not self.head_dim.takes(spec.head_dim):
             reasons.append(Reason("head_dim", str(spec.head_dim), str(self.head_dim)))
         if not self.value_dim.takes(spec.value_dim) and spec.value_dim != spec.head_dim:
@@ -150,11 +157,11 @@ class Capabilities:
         return claim if isinstance(claim, Support) else claim(spec)
 
 
-def _version(capability: tuple[int, int]) -> str:
+def version_text(capability: tuple[int, int]) -> str:
     return ".".join(map(str, capability))
 
 
-def _dtype(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 

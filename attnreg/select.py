@@ -107,9 +107,7 @@ def select(spec: AttentionSpec, candidates: Iterable[Backend], policy: Policy, f
                 remedy = f"name it, or using(allow={{'approximate'}}); its error bound is {backend.claims.bound} times the exact one"
                 reasons[backend.name].append(Reason("approximate", "exact results", "approximate ones", remedy))
             else:
-                reasons[backend.name].append(
-                    Reason("policy", ", ".join(policy.order), backend.name, f"not among the names of {policy.source}")
-                )
+                reasons[backend.name].append(Reason("policy", ", ".join(policy.order), backend.name, f"by {policy.source}"))
 
     able = [b for b in ordered if not reasons[b.name]]
     chosen = able[0] if able else None

@@ -1,0 +1,294 @@
+"""The command line: what is here, what would run, who can do what, does it keep its claims."""
+
+from __future__ import annotations
+
+import json
+import platform
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from . import matrices, registry
+from .attention import explain_spec
+from .call import AttentionCall, Pages
+from .packing import Padding
+from .spec import AttentionSpec
+
+app = typer.Typer(
+    name="attnreg", help="One attention call, run by the best kernel that can give exactly its meaning.", no_args_is_help=True
+)
+console = Console()
+
+_LIBRARIES = ("torch", "flash-attn", "flash-attn-3", "flash-attn-4", "xformers", "mslk", "triton", "transformers", "pluggy", "hypothesis")
+_INSTALL = """[bold]Installing kernel libraries[/bold] (each alone: flash-attn and flash-attn-4 share the package folder flash_attn, so that one
+breaks the other unless 4 is installed last; xformers pins torch)
+  flash2    pip install --no-build-isolation flash-attn
+  flash3    build the hopper/ folder of the flash-attention repository for your torch
+  flash4    pip install --pre 'flash-attn-4\\[cu13]'
+  xformers  pip install --no-deps xformers"""
+
+
+@app.command()
+def doctor() -> None:
+    """Versions, device, and every backend: ready, or missing because ... and what to do. Exits with 1 when a plugin is broken."""
+    versions = Table("library", "version", box=None, pad_edge=False)
+    versions.add_row("python", platform.python_version())
+    for name in _LIBRARIES:
+        versions.add_row(name, _version(name))
+    console.print(versions)
+    if torch.cuda.is_available():
+        major, minor = torch.cuda.get_device_capability()
+        console.print(f"device  {torch.cuda.get_device_name()}, compute capability {major}.{minor}, CUDA {torch.version.cuda}\n")
+    else:
+        console.print("device  CPU only: this torch sees no CUDA device\n")
+
+    console.print("[bold]Backends, in automatic order[/bold]")
+    table = Table("backend", "from", "state", box=None, pad_edge=False)
+    for name, backend in registry.backends().items():
+        missing = backend.reason_missing
+        here = ("cuda" in backend.claims.devices and torch.cuda.is_available()) or "cpu" in backend.claims.devices
+        state = (
+            "[green]ready[/green]" if not missing and here else "no device of its own here: " + ", ".join(sorted(backend.claims.devices))
+        )
+        if missing:
+            state = f"[yellow]missing[/yellow]  {escape(missing.asked)}: {escape(missing.supported)}" + (
+                f"\n{escape(missing.remedy)}" * bool(missing.remedy)
+            )
+        table.add_row(name, registry.origin(name), state)
+    console.print(table)
+    slow = {name: seconds for name, seconds in registry.import_seconds().items() if seconds > 1.0}
+    for name, seconds in slow.items():
+        console.print(f"[yellow]slow[/yellow]  {name} took {seconds:.1f} s to import; a plugin imports its library inside run and missing")
+    failures = registry.failures()
+    for failure in failures:
+        console.print(f"[red]broken plugin[/red]  {escape(str(failure))}", soft_wrap=True)
+    console.print("\n" + _INSTALL)
+    raise typer.Exit(1 if failures else 0)
+
+
+@app.command()
+def explain(
+    query: Annotated[str, typer.Option(help="B,Sq,Hq,D", metavar="B,SQ,HQ,D")],
+    keys: Annotated[int | None, typer.Option(help="Key slots Sk; by default Sq.")] = None,
+    kv_heads: Annotated[int | None, typer.Option(help="Key heads; by default Hq.")] = None,
+    value_dim: Annotated[int | None, typer.Option(help="Dv; by default D.")] = None,
+    dtype: Annotated[str, typer.Option(help="float16, bfloat16, float32 or float64")] = "float32",
+    device: Annotated[str, typer.Option(help="cpu or cuda; it need not be here.")] = "cpu",
+    capability: Annotated[str, typer.Option(help="Compute capability for --device cuda.")] = "9.0",
+    causal: Annotated[bool, typer.Option("--causal")] = False,
+    window: Annotated[
+        str | None, typer.Option(help="left,right slots besides the query's own; 'none' for unlimited.", metavar="L,R")
+    ] = None,
+    key_mask: Annotated[str | None, typer.Option(help="Key padding of a form: left, right or any.")] = None,
+    query_mask: Annotated[str | None, typer.Option(help="Query padding of a form: left, right or any.")] = None,
+    mask: Annotated[bool, typer.Option("--mask", help="A bool mask (B, 1, Sq, Sk).")] = False,
+    bias: Annotated[bool, typer.Option("--bias", help="A bias (1, Hq, Sq, Sk).")] = False,
+    key_lengths: Annotated[bool, typer.Option("--key-lengths")] = False,
+    query_lengths: Annotated[bool, typer.Option("--query-lengths")] = False,
+    key_starts: Annotated[bool, typer.Option("--key-starts")] = False,
+    packed: Annotated[int | None, typer.Option(help="This many packed segments; B is 1.")] = None,
+    page_size: Annotated[int | None, typer.Option(help="Keys in pages of this many slots.")] = None,
+    alibi: Annotated[bool, typer.Option("--alibi")] = False,
+    softcap: Annotated[float | None, typer.Option()] = None,
+    sinks: Annotated[bool, typer.Option("--sinks")] = False,
+    scale: Annotated[float | None, typer.Option()] = None,
+    dropout: Annotated[float, typer.Option()] = 0.0,
+    lse: Annotated[bool, typer.Option("--lse")] = False,
+    training: Annotated[bool, typer.Option("--training", help="Gradients of query, key, value and of every learned term.")] = False,
+    deterministic: Annotated[bool, typer.Option("--deterministic")] = False,
+    compiling: Annotated[bool, typer.Option("--compile", help="Inside torch.compile.")] = False,
+    capturing: Annotated[bool, typer.Option("--capture", help="While a CUDA graph is captured.")] = False,
+    backend: Annotated[list[str] | None, typer.Option(help="A name; again for an ordered list.")] = None,
+    layer: Annotated[str | None, typer.Option()] = None,
+    as_json: Annotated[bool, typer.Option("--json")] = False,
+) -> None:
+    """What would run a call, and why nothing else would. Exits with 1 when nothing can."""
+    batch, length, heads, dim = _numbers("--query", query, 4)
+    slots = length if keys is None else keys
+
+    def tensor(*shape: int, kind: torch.dtype | None = None, learned: bool = False) -> torch.Tensor:
+        made = torch.empty(shape, dtype=kind or _dtype(dtype), device="meta")
+        return made.requires_grad_() if learned and training else made
+
+    def padding(form: str | None, size: int) -> Padding | None:
+        counts = tensor(batch, kind=torch.int32)
+        return None if form is None else Padding(tensor(batch, size, kind=torch.bool), form, counts)
+
+    def lengths(asked: bool) -> torch.Tensor | None:
+        return tensor(batch, kind=torch.int32) if asked else None
+
+    shape = (batch, slots, kv_heads or heads)
+    key, value = tensor(*shape, dim, learned=True), tensor(*shape, value_dim or dim, learned=True)
+    pages = None
+    if page_size is not None:
+        count = -(-slots // page_size)
+        pages = Pages(
+            tensor(count, page_size, *shape[2:], dim),
+            tensor(count, page_size, *shape[2:], value_dim or dim),
+            tensor(batch, count, kind=torch.int32),
+        )
+    starts = None if packed is None else tensor(packed + 1, kind=torch.int32)
+    try:
+        call = AttentionCall(
+            tensor(batch, length, heads, dim, learned=True),
+            None if pages else key,
+            None if pages else value,
+            causal=causal,
+            window=None if window is None else _window(window),
+            query_mask=padding(query_mask, length),
+            key_mask=padding(key_mask, slots),
+            mask=tensor(batch, 1, length, slots, kind=torch.bool) if mask else None,
+            bias=tensor(1, heads, length, slots, learned=True) if bias else None,
+            key_lengths=lengths(key_lengths or pages is not None),
+            query_lengths=lengths(query_lengths),
+            key_starts=lengths(key_starts),
+            cu_seqlens=None if starts is None else (starts, starts if slots == length else starts.clone()),
+            alibi_slopes=tensor(heads, kind=torch.float32, learned=True) if alibi else None,
+            softcap=softcap,
+            sinks=tensor(heads, kind=torch.float32, learned=True) if sinks else None,
+            scale=scale,
+            dropout_p=dropout,
+            return_lse=lse,
+            deterministic=deterministic,
+            pages=pages,
+        )
+        level = tuple(int(n) for n in capability.split("."))
+        spec: AttentionSpec = call.spec._replace(
+            device=device, capability=level if device == "cuda" else None, compiling=compiling, capturing=capturing
+        )
+        named = None if not backend else backend[0] if len(backend) == 1 else backend
+        selection = explain_spec(spec, named, layer)
+    except (ValueError, TypeError, LookupError) as error:
+        raise typer.BadParameter(str(error.args[0])) from error
+    if as_json:
+        print(json.dumps(selection.as_dict(), indent=1))
+    else:
+        console.print(escape(str(selection)), highlight=False, soft_wrap=True)
+    raise typer.Exit(0 if selection.chosen else 1)
+
+
+@app.command()
+def matrix(
+    markdown: Annotated[bool, typer.Option("--markdown", help="As a table for a README.")] = False,
+    report: Annotated[
+        Path | None, typer.Option("--from", help="Show the certificate that `attnreg check --report` wrote.", exists=True)
+    ] = None,
+) -> None:
+    """Features by backends, from the claims; or a certificate."""
+    head, rows = matrices.certificate(json.loads(report.read_text())) if report else matrices.claims(registry.backends().values())
+    if markdown:
+        print(matrices.markdown(head, rows))
+        return
+    table = Table(*head, box=None, pad_edge=False)
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
+
+
+@app.command()
+def check(
+    name: Annotated[str, typer.Argument(help="The backend's name.")],
+    device: Annotated[str, typer.Option()] = "cuda" if torch.cuda.is_available() else "cpu",
+    dtype: Annotated[list[str] | None, typer.Option(help="Again for several; by default all that are claimed.")] = None,
+    profile: Annotated[str, typer.Option(help="ci or thorough")] = "ci",
+    report: Annotated[Path | None, typer.Option(help="Write the certificate there, as JSON.")] = None,
+) -> None:
+    """The conformance suite on one backend: equal to the reference in all that it claims, refusing all that it does not."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+    from .conformance import PROFILES, run_checks
+
+    if profile not in PROFILES:
+        raise typer.BadParameter(f"--profile: {' or '.join(PROFILES)}, got {profile!r}")
+    failed = []
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    try:
+        with Progress(*columns, console=Console(stderr=True)) as bar:
+            task = bar.add_task(name, total=None)
+
+            def progress(done, total, outcome):
+                bar.update(task, completed=done, total=total, description=outcome.name[:44])
+                if outcome.result == "failed":
+                    failed.append(outcome)
+
+            result = run_checks(
+                name, device=device, dtypes=[_dtype(d) for d in dtype] if dtype else None, profile=profile, progress=progress
+            )
+    except LookupError as error:
+        raise typer.BadParameter(str(error.args[0])) from error
+    if report:
+        result.write(str(report))
+    for outcome in failed:
+        console.print(f"[red]failed[/red]  {escape(outcome.name)}\n{escape(outcome.text)}\n", soft_wrap=True)
+    counts = {word: sum(outcome.result == word for outcome in result.outcomes) for word in ("passed", "failed", "skipped")}
+    cases = sum(outcome.cases for outcome in result.outcomes)
+    for outcome in result.outcomes:
+        if outcome.result == "skipped":
+            console.print(f"skipped  {outcome.name}: {escape(outcome.text)}", soft_wrap=True)
+    console.print(f"{name} on {device}: {', '.join(f'{n} checks {word}' for word, n in counts.items())}; {cases} calls")
+    raise typer.Exit(0 if result.passed else 1)
+
+
+@app.command("new-backend")
+def new_backend(
+    name: Annotated[str, typer.Argument(help='As users will write it: backend="NAME".')],
+    folder: Annotated[Path, typer.Option(help="Where the package's folder goes.")] = Path(),
+) -> None:
+    """Writes a package with a backend that passes the conformance suite at once: the place to start from."""
+    from .scaffold import write_package
+
+    try:
+        written = write_package(name, folder)
+    except (ValueError, FileExistsError) as error:
+        raise typer.BadParameter(str(error)) from error
+    for path in written:
+        console.print(str(path), highlight=False, soft_wrap=True)
+    root = written[0].parent
+    console.print(f"\nNext: pip install -e '{root}\\[test]' && pytest {root}", highlight=False, soft_wrap=True)
+
+
+@app.command()
+def demo() -> None:
+    """A real model, all-MiniLM-L6-v2, on sentences of very different lengths: its own attention beside attnreg's."""
+    from .demo import run
+
+    try:
+        run(console)
+    except ModuleNotFoundError as error:
+        console.print(f"[red]{error.name} is missing[/red]: pip install 'attnreg\\[demo]'")
+        sys.exit(1)
+
+
+def _version(distribution: str) -> str:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return "-"
+
+
+def _dtype(name: str) -> torch.dtype:
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise typer.BadParameter(f"--dtype: float16, bfloat16, float32 or float64, got {name!r}")
+    return found
+
+
+def _numbers(option: str, text: str, count: int) -> list[int]:
+    parts = text.split(",")
+    if len(parts) != count or not all(part.strip().isdigit() for part in parts):
+        raise typer.BadParameter(f"{option}: {count} whole numbers with commas between, got {text!r}")
+    return [int(part) for part in parts]
+
+
+def _window(text: str) -> tuple[int | None, ...]:
+    sides = [part.strip().lower() for part in text.split(",")]
+    if len(sides) != 2 or not all(side == "none" or side.isdigit() for side in sides):
+        raise typer.BadParameter(f"--window: left,right, each a whole number or 'none', got {text!r}")
+    return tuple(None if side == "none" else int(side) for side in sides)

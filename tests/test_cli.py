@@ -1,0 +1,109 @@
+"""The command line, as a user types it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from attnreg import backends, matrices
+from attnreg.cli import app
+
+SHAPE = ["--query", "2,128,32,64"]
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, list(arguments), env={"COLUMNS": "200", "TERM": "dumb"})
+
+
+def test_doctor_says_what_is_here_and_what_is_not():
+    done = run("doctor")
+    assert done.exit_code == 0, done.output
+    for name, backend in backends().items():
+        (line,) = [line for line in done.output.splitlines() if line.startswith(f"{name} ")]
+        missing = backend.reason_missing
+        assert "ready" in line or "no device" in line if missing is None else missing.asked.split()[0] in line
+    assert "pip install" in done.output
+
+
+def test_explain_needs_no_device():
+    done = run("explain", *SHAPE, "--kv-heads", "8", "--dtype", "bfloat16", "--device", "cuda", "--causal")
+    assert done.exit_code == 0 and "order auto: automatic" in done.output
+    done = run("explain", *SHAPE, "--kv-heads", "8", "--dtype", "bfloat16", "--device", "cuda", "--causal", "--json")
+    answer = json.loads(done.output)
+    assert answer["spec"]["device"] == "cuda" and answer["spec"]["key_heads"] == 8 and answer["chosen"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "field", "value"),
+    [
+        (["--window", "3,none"], "window", "(True, False)"),
+        (["--key-mask", "left"], "key_mask", "left"),
+        (["--query-mask", "any"], "query_mask", "any"),
+        (["--mask"], "mask", "(True, False, True, True)"),
+        (["--bias", "--training"], "gradients", "('query', 'key', 'value', 'bias')"),
+        (["--key-lengths"], "key_lengths", True),
+        (["--query-lengths"], "query_lengths", True),
+        (["--key-starts"], "key_starts", True),
+        (["--alibi"], "alibi", "heads"),
+        (["--softcap", "50"], "softcap", True),
+        (["--sinks"], "sinks", True),
+        (["--scale", "1.0"], "scale", True),
+        (["--dropout", "0.1"], "dropout", True),
+        (["--lse"], "return_lse", True),
+        (["--deterministic"], "deterministic", True),
+        (["--compile"], "compiling", True),
+        (["--capture"], "capturing", True),
+        (["--page-size", "16"], "page_size", 16),
+        (["--value-dim", "32"], "value_dim", 32),
+        (["--keys", "256"], "equal_lengths", False),
+    ],
+)
+def test_every_flag_reaches_the_spec(flags, field, value):
+    assert json.loads(run("explain", *SHAPE, *flags, "--json").output)["spec"][field] == value
+
+
+def test_packed_rows():
+    answer = json.loads(run("explain", "--query", "1,128,32,64", "--packed", "3", "--json").output)
+    assert answer["spec"]["packed"] is True
+
+
+def test_what_nothing_can_run_exits_with_one():
+    done = run("explain", *SHAPE, "--softcap", "3", "--backend", "sdpa")
+    assert done.exit_code == 1 and "softcap: not claimed" in done.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--query", "2,128,32"], "4 whole numbers"),
+        ([*SHAPE, "--window", "3"], "left,right"),
+        ([*SHAPE, "--dtype", "int8x"], "--dtype"),
+        ([*SHAPE, "--kv-heads", "5"], "divides the query's 32"),
+        ([*SHAPE, "--backend", "sdap"], "did you mean 'sdpa'"),
+    ],
+)
+def test_nonsense_is_said(arguments, says):
+    done = run("explain", *arguments)
+    assert done.exit_code == 2 and says in done.output
+
+
+def test_matrix_and_its_markdown():
+    done = run("matrix")
+    assert done.exit_code == 0 and "softcap" in done.output
+    head, rows = matrices.claims(backends().values())
+    assert run("matrix", "--markdown").output.strip() == matrices.markdown(head, rows)
+
+
+def test_new_backend(tmp_path):
+    done = run("new-backend", "mine", "--folder", str(tmp_path))
+    assert done.exit_code == 0 and (tmp_path / "attnreg-mine" / "attnreg_mine" / "__init__.py").is_file()
+    assert run("new-backend", "mine", "--folder", str(tmp_path)).exit_code == 2
+
+
+def test_help_loads_no_kernel_library():
+    code = "import sys; from attnreg.cli import app; print([m for m in sys.modules if m.split('.')[0] in ('flash_attn', 'xformers', 'transformers', 'hypothesis')])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
