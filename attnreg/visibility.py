@@ -89,6 +89,20 @@ def visible(call: AttentionCall) -> torch.Tensor | None:
     return _all(parts)
 
 
+def cleaned_bias(call: AttentionCall) -> torch.Tensor:
+    """`call.bias` with zeros in padded query rows. NaN may stand there, and would reach key and value backward: 0 * NaN is NaN.
+
+    Padded slots need no cleaning: masking replaces their scores. A number that also serves a real row is no padding.
+    """
+    bias = call.bias
+    if call.finite_padding or (queries := real_queries(call)) is None:
+        return bias
+    padded = ~queries
+    padded = padded.all(0, keepdim=True) if bias.shape[0] == 1 else padded
+    padded = padded.all(1, keepdim=True) if bias.shape[2] == 1 else padded
+    return bias.masked_fill(padded[:, None, :, None], 0.0)
+
+
 def alibi_bias(call: AttentionCall, dtype: torch.dtype) -> torch.Tensor:
     """-slope * |p(b, i) - j|, the linear bias of Press et al. 2021 (arXiv:2108.12409) by slots: (B or 1, Hq, Sq, Sk)."""
     j = torch.arange(call.key_length, device=call.device)

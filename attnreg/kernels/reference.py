@@ -8,7 +8,7 @@ from ..backend import Backend, Output
 from ..call import AttentionCall
 from ..capabilities import NATIVE, Capabilities
 from ..spec import Feature
-from ..visibility import alibi_bias, real_keys, real_queries, visible
+from ..visibility import alibi_bias, cleaned_bias, real_keys, real_queries, visible
 
 NEGATIVE_INFINITY = float("-inf")
 
@@ -32,7 +32,7 @@ def run_reference(call: AttentionCall) -> Output:
     if call.alibi_slopes is not None:
         scores = scores + alibi_bias(call, torch.float64)
     if call.bias is not None:
-        scores = scores + call.bias.double()
+        scores = scores + cleaned_bias(call).double()
     if (seen := visible(call)) is not None:
         scores = scores.masked_fill(~seen, NEGATIVE_INFINITY)
 

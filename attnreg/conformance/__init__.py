@@ -1,0 +1,5 @@
+"""What every backend is proven by, from its own claims: `TestMine = conformance_suite(my_backend)`."""
+
+from .suite import PROFILES, Outcome, Profile, Report, conformance_suite, reproduce, run_checks
+
+__all__ = ["PROFILES", "Outcome", "Profile", "Report", "conformance_suite", "reproduce", "run_checks"]

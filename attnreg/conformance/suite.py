@@ -1,0 +1,338 @@
+"""The suite for one backend: which checks there are, how many examples each gets, and the three ways to run them."""
+
+from __future__ import annotations
+
+import functools
+import json
+import platform
+import time
+import zlib
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NamedTuple
+
+import hypothesis
+import torch
+from hypothesis import strategies as st
+
+from .. import registry
+from ..backend import Backend
+from ..spec import Feature
+from ..version import __version__
+from . import checks, modes
+from .cases import Case
+from .strategies import cases
+from .trial import Tally, fitted
+
+
+class Profile(NamedTuple):
+    """How much is tried."""
+
+    examples: int
+    """Calls drawn from all options at once, for each check."""
+    per_feature: int
+    """Calls that each claimed feature is forced into."""
+    compiler: str
+    """The backend of torch.compile."""
+    sizes: str = "small"
+    derandomize: bool = True
+    """The same calls in every run."""
+
+
+PROFILES = {
+    "ci": Profile(150, 25, "eager"),
+    "thorough": Profile(600, 60, "inductor", derandomize=False),
+    "large": Profile(100, 20, "inductor", sizes="large"),
+}
+
+_ALWAYS_LEFT_OUT = frozenset({Feature.DROPOUT})
+"""Random, so never compared with the reference; `modes.dropout` looks at its statistics."""
+_OF_THE_CALL = tuple(
+    f for f in Feature if f not in (Feature.PAGED, Feature.DROPOUT, Feature.COMPILE, Feature.CAPTURE, Feature.BATCH_INVARIANT)
+)
+"""Features that a drawn call can be made to ask for."""
+_PADDING = (Feature.KEY_MASK, Feature.QUERY_MASK, Feature.KEY_LENGTHS, Feature.QUERY_LENGTHS, Feature.KEY_STARTS, Feature.PACKED)
+_MOVED_BY_SPLITTING = frozenset(
+    {
+        Feature.CAUSAL,
+        Feature.WINDOW,
+        Feature.ALIBI,
+        Feature.KEY_LENGTHS,
+        Feature.KEY_STARTS,
+        Feature.PACKED,
+        Feature.SINKS,
+        Feature.BACKWARD,
+    }
+)
+
+
+class Check(NamedTuple):
+    """One thing to check. `cases` is None for a check that draws nothing."""
+
+    name: str
+    body: Callable[..., None]
+    cases: st.SearchStrategy[Case] | None
+    examples: int
+    required: frozenset[Feature] = frozenset()
+
+
+class Outcome(NamedTuple):
+    """What one check found."""
+
+    name: str
+    result: str
+    """passed, failed or skipped"""
+    cases: int
+    refused: int
+    """Drawn calls that the backend's own rules refuse in every variant."""
+    seed: int
+    seconds: float
+    text: str = ""
+    """Why it failed or was skipped; a failure ends with the line that repeats it."""
+
+
+class Report(NamedTuple):
+    """A certificate: what was run on which backend, where, and how near to the truth it came."""
+
+    backend: str
+    device: str
+    profile: str
+    outcomes: tuple[Outcome, ...]
+    tally: Tally
+    claims: dict[str, Any]
+
+    @property
+    def passed(self) -> bool:
+        """Whether something ran and nothing failed."""
+        return any(o.result == "passed" for o in self.outcomes) and all(o.result != "failed" for o in self.outcomes)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything as plain data, ready for JSON."""
+        worst: dict[str, Any] = {}
+        for (feature, dtype, quantity), error in sorted(self.tally.worst.items()):
+            numbers = {"error": error.error, "allowed": error.allowed}
+            worst.setdefault(feature, {}).setdefault(dtype, {})[quantity] = numbers
+        return {
+            "backend": self.backend,
+            "device": self.device if self.device != "cuda" else torch.cuda.get_device_name(),
+            "profile": self.profile,
+            "passed": self.passed,
+            "versions": {
+                "attnreg": __version__,
+                "torch": torch.__version__,
+                "hypothesis": hypothesis.__version__,
+                "python": platform.python_version(),
+            },
+            "claims": self.claims,
+            "cases": sum(o.cases for o in self.outcomes),
+            "checks": [o._asdict() for o in self.outcomes],
+            "worst_errors": worst,
+        }
+
+    def write(self, path: str) -> None:
+        with open(path, "w") as file:
+            json.dump(self.as_dict(), file, indent=1)
+
+
+def checks_for(backend: Backend, device: str, dtypes: Sequence[torch.dtype], profile: Profile) -> list[Check]:
+    """Every check of a backend, from its own claims."""
+    claims = backend.claims
+    claimed = frozenset(claims.features)
+    few, many = profile.per_feature, profile.examples
+
+    def drawn(require: Collection[Feature] = (), without: Collection[Feature] = (), **kind: Any) -> st.SearchStrategy[Case]:
+        left_out = _ALWAYS_LEFT_OUT | set(without)
+        return cases(claims, device=device, dtypes=dtypes, require=require, without=left_out, sizes=profile.sizes, **kind)
+
+    found = [Check("equals_reference", checks.equals_reference, drawn(), many)]
+    for feature in _OF_THE_CALL:
+        if feature in claimed:
+            only = frozenset({feature})
+            found.append(Check(f"equals_reference[{feature}]", checks.equals_reference, drawn(only), few, only))
+        elif feature is not Feature.LSE_GRADIENT:
+            refuse = functools.partial(checks.refuses, feature=feature)
+            found.append(Check(f"refuses[{feature}]", refuse, drawn({feature}), max(few // 4, 2), frozenset({feature})))
+    for feature in _PADDING:
+        if feature in claimed:
+            # Gradients and a bias are where poison is easiest forgotten: asked for in two draws of three.
+            ways = ({feature}, {feature, Feature.BACKWARD}, {feature, Feature.BACKWARD, Feature.BIAS})
+            draws = st.one_of(*[drawn(way, dense=True, nothing=False) for way in ways if way <= claimed])
+            found.append(Check(f"poison_does_not_leak[{feature}]", checks.poison_does_not_leak, draws, few, frozenset({feature})))
+    found.append(Check("hidden_changes_nothing", checks.hidden_changes_nothing, drawn(dense=True, nothing=False), many))
+    found.append(Check("empty_rows_are_zero", checks.empty_rows_are_zero, drawn(), many))
+    one_row_each = drawn(without={Feature.PACKED}, dense=True)
+    found.append(Check("rows_permute", checks.rows_permute, one_row_each, few))
+    if Feature.DETERMINISTIC in claimed:
+        only = frozenset({Feature.DETERMINISTIC})
+        found.append(Check("same_bits_twice", checks.same_bits_twice, drawn(only), few, only))
+    if Feature.BATCH_INVARIANT in claimed:
+        found.append(Check("batch_invariant", checks.batch_invariant, one_row_each, few))
+    if Feature.LSE in claimed:
+        only = frozenset({Feature.LSE})
+        found.append(Check("halves_merge", checks.halves_merge, drawn(only, _MOVED_BY_SPLITTING, dense=True, nothing=False), few, only))
+    for name, body in modes.checks_for(backend, device, profile.compiler):
+        found.append(Check(name, body, None, 1))
+    return found
+
+
+def run_check(backend: Backend, check: Check, profile: Profile, tally: Tally, *, seed: int | None = None, shrink: bool = True) -> Outcome:
+    """Runs one check. A failure's text ends with one line that repeats it."""
+    chosen_seed = zlib.crc32(check.name.encode()) if seed is None else seed
+    start, before, refused = time.perf_counter(), tally.cases, tally.refused
+
+    def outcome(result: str, text: str = "") -> Outcome:
+        seconds = time.perf_counter() - start
+        return Outcome(check.name, result, tally.cases - before, tally.refused - refused, chosen_seed, seconds, text)
+
+    def one(case: Case) -> None:
+        case = fitted(backend, case, check.required) if not check.name.startswith("refuses") else case
+        if case is None:
+            tally.refused += 1
+            return
+        tally.cases += 1
+        _tried(backend, check, case, tally)
+
+    try:
+        if check.cases is None:
+            tally.cases += 1
+            check.body(tally)
+        else:
+            phases = [hypothesis.Phase.generate] + ([hypothesis.Phase.shrink] if shrink else [])
+            limits = hypothesis.settings(
+                max_examples=check.examples,
+                derandomize=profile.derandomize,
+                database=None,
+                deadline=None,
+                phases=phases,
+                report_multiple_bugs=False,
+                suppress_health_check=list(hypothesis.HealthCheck),
+            )
+            limits(hypothesis.seed(chosen_seed)(hypothesis.given(case=check.cases)(lambda case: one(case))))()
+    except modes.Skipped as why:
+        return outcome("skipped", str(why))
+    except AssertionError as error:
+        return outcome("failed", str(error))
+    if check.cases is not None and tally.cases == before:
+        wanted = ", ".join(check.required) or "a plain call"
+        return outcome("failed", f"claims {wanted}, but refuses every one of {tally.refused - refused} calls that ask for it")
+    return outcome("passed")
+
+
+def _tried(backend: Backend, check: Check, case: Case, tally: Tally) -> None:
+    """The check's body, with the line that repeats a failure."""
+    try:
+        check.body(backend, case, tally)
+    except Exception as error:
+        what = str(error) if isinstance(error, AssertionError) else f"{type(error).__name__}: {error}"
+        line = f"attnreg.conformance.reproduce({backend.name!r}, {f'{check.name} {case}'!r})"
+        raise AssertionError(f"{check.name}: {what}\n{line}") from error
+
+
+def run_checks(
+    backend: Backend | str,
+    *,
+    device: str = "cpu",
+    dtypes: Sequence[torch.dtype] | None = None,
+    profile: str | Profile = "ci",
+    progress: Callable[[int, int, Outcome], None] | None = None,
+    shrink: bool = True,
+    stop: bool = False,
+) -> Report:
+    """Runs every check of a backend and reports.
+
+    progress: called after each check with (done, of how many, its outcome). stop: at the first failure.
+    Raises LookupError for an unknown name.
+    """
+    backend = named(backend)
+    amount = PROFILES[profile] if isinstance(profile, str) else profile
+    tally = Tally()
+    outcomes = []
+    if backend.reason_missing:
+        outcomes.append(Outcome("all", "skipped", 0, 0, 0, 0.0, str(backend.reason_missing)))
+    else:
+        todo = checks_for(backend, device, dtypes or usual_dtypes(backend, device), amount)
+        for number, check in enumerate(todo, 1):
+            seed = None if amount.derandomize else torch.seed() % 2**32
+            outcomes.append(run_check(backend, check, amount, tally, seed=seed, shrink=shrink))
+            if progress is not None:
+                progress(number, len(todo), outcomes[-1])
+            if stop and outcomes[-1].result == "failed":
+                break
+    claims = {
+        "features": {str(f): str(s) if not callable(s) else "depends on the call" for f, s in backend.claims.features.items()},
+        "devices": sorted(backend.claims.devices),
+        "dtypes": sorted(str(d).removeprefix("torch.") for d in backend.claims.dtypes),
+        "head_dim": str(backend.claims.head_dim),
+        "value_dim": str(backend.claims.value_dim),
+        "bound": backend.claims.bound,
+    }
+    return Report(backend.name, device, profile if isinstance(profile, str) else "own", tuple(outcomes), tally, claims)
+
+
+def conformance_suite(
+    backend: Backend | str,
+    *,
+    devices: Sequence[str] | None = None,
+    dtypes: Sequence[torch.dtype] | None = None,
+    profile: str | Profile = "ci",
+) -> type:
+    """A test class for pytest with one test for each check: `TestMine = conformance_suite(my_backend)`.
+
+    devices: by default those of the backend's claims that are here. Every call makes fresh test functions.
+    """
+    amount = PROFILES[profile] if isinstance(profile, str) else profile
+    value = named(backend)
+    if devices is None:
+        devices = [d for d in value.claims.devices if d == "cpu" or (d == "cuda" and torch.cuda.is_available())] or list(
+            value.claims.devices
+        )
+    tests: dict[str, Any] = {"__doc__": f"The conformance suite of backend {value.name!r}, from its own claims."}
+    for device in devices:
+        chosen = dtypes or usual_dtypes(value, device)
+        for check in checks_for(value, device, chosen, amount):
+            name = "test_" + check.name.replace("[", "_").replace("]", "")
+            tests[name if len(devices) == 1 else f"{name}_{device}"] = _test(value, check, amount, device)
+    return type(f"Test{value.name.title().replace('-', '').replace('_', '')}", (), tests)
+
+
+def _test(backend: Backend, check: Check, profile: Profile, device: str) -> Callable[[Any], None]:
+    def test(self: Any) -> None:
+        import pytest
+
+        if backend.reason_missing:
+            pytest.skip(str(backend.reason_missing))
+        if device == "cuda" and not torch.cuda.is_available():
+            pytest.skip("needs a CUDA device")
+        seed = None if profile.derandomize else torch.seed() % 2**32
+        outcome = run_check(backend, check, profile, Tally(), seed=seed)
+        if outcome.result == "skipped":
+            pytest.skip(outcome.text)
+        if outcome.result == "failed":
+            pytest.fail(outcome.text, pytrace=False)
+
+    return test
+
+
+def reproduce(backend: Backend | str, example: str) -> None:
+    """Repeats one example of a failure message: raises the same AssertionError, or returns if it now holds."""
+    backend = named(backend)
+    name, _, text = example.partition(" ")
+    case = Case.read(text)
+    dtypes = (getattr(torch, case.dtype),)
+    for check in checks_for(backend, case.device, dtypes, PROFILES["ci"]):
+        if check.name == name:
+            return _tried(backend, check, case, Tally())
+    raise ValueError(f"example: starts with a check of backend {backend.name!r}, got {name!r}")
+
+
+def named(backend: Backend | str) -> Backend:
+    """A backend by name, or itself. Raises LookupError for an unknown name."""
+    if isinstance(backend, Backend):
+        return backend
+    registry.check_name(backend, "backend", families=False)
+    return registry.backends()[backend]
+
+
+def usual_dtypes(backend: Backend, device: str) -> tuple[torch.dtype, ...]:
+    """The dtypes that the backend claims, simplest first."""
+    known = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+    return tuple(dtype for dtype in known if dtype in backend.claims.dtypes)
