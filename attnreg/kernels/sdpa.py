@@ -224,7 +224,8 @@ def repeated_and_padded(call: AttentionCall, query, key, value) -> tuple[torch.T
 def roomy(mask: torch.Tensor, keys: int) -> torch.Tensor:
     """A mask whose rows start at multiples of 16 bytes, with room for 16 elements at their end: the CUTLASS kernel reads whole rows of that."""
     step = 16 // mask.element_size()
-    steps = [mask.stride(n) for n in range(3) if mask.shape[n] > 1] + [mask.storage_offset()]
+    # Where a tensor starts, the compiler does not say.
+    steps = [1] if torch.compiler.is_compiling() else [mask.stride(n) for n in range(3) if mask.shape[n] > 1] + [mask.storage_offset()]
     if keys % 16 or mask.stride(-1) != 1 or mask.shape[-1] != keys or any(n % step for n in steps):
         return pad(mask.expand(*mask.shape[:3], keys), (0, -keys % 16 or 16))[..., :keys]
     return mask
