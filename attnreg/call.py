@@ -212,6 +212,7 @@ class AttentionCall:
             equal = query_length == key_length and self.key_lengths is None and self.query_lengths is None
             single = query_length == 1
         zero = batch == 0 or query_length == 0 or key_length == 0 or self.query_heads == 0 or self.value_dim == 0
+        zero = zero or (self.cu_seqlens is not None and self.cu_seqlens[0].shape[0] < 2)
         aligned, expanded = True, False
         if cuda and not compiling:
             aligned = all(_aligned(t) for t in (query, key, value))

@@ -10,8 +10,11 @@ from ..hookspecs import hookimpl
 
 @hookimpl
 def attnreg_backends() -> Sequence[Backend]:
+    from .cudnn import cudnn
     from .flex import flex
     from .reference import reference
     from .sdpa import sdpa
+    from .varlen import varlen
+    from .xformers import xformers
 
-    return [sdpa, flex, reference]
+    return [cudnn, varlen, sdpa, xformers, flex, reference]

@@ -20,6 +20,8 @@ from ..visibility import alibi_bias, cleaned, cleaned_bias, real_keys, real_quer
 
 NEGATIVE_INFINITY = float("-inf")
 _HALF = (torch.float16, torch.bfloat16)
+_MOST_ROWS = 65535
+"""Rows of a batch in one launch: they are the second or third dimension of the CUDA kernels' grid."""
 
 
 def kernel_for(spec: AttentionSpec) -> str:
@@ -32,17 +34,24 @@ def kernel_for(spec: AttentionSpec) -> str:
     largest = max(spec.head_dim, spec.value_dim)
     unmasked = not (spec.key_mask or spec.key_lengths or spec.key_starts or spec.packed or spec.query_lengths)
     plain = unmasked and spec.mask is None and spec.bias is None and spec.alibi is None and not spec.sinks
-    if plain and spec.dtype in _HALF and largest <= 256 and spec.capability >= (8, 0):
+    if plain and spec.dtype in _HALF and largest <= 256 and spec.capability >= (8, 0) and not flash_lacks_memory(spec):
         return "flash"
     if spec.dtype == torch.bfloat16 and spec.capability < (8, 0):
         return "math"
     return "efficient"
 
 
+def flash_lacks_memory(spec: AttentionSpec) -> bool:
+    """aten's flash-attention can't train every head dim on cards with 100 KB of shared memory (8.6 to 8.9, 12.x)."""
+    small = (8, 6) <= spec.capability <= (8, 9) or spec.capability[0] == 12
+    size = max(spec.head_dim, spec.value_dim)
+    return small and bool(spec.gradients) and (192 < size <= 224 or (size > 224 and spec.dropout))
+
+
 def run_for(spec: AttentionSpec) -> Callable[[AttentionCall], Output]:
     """The fused CPU kernel itself where nothing need be done around it, else `run_sdpa`."""
     plain = not spec.padded and spec.unit_stride and spec.head_dim == spec.value_dim and not spec.return_lse
-    if kernel_for(spec) != "cpu flash" or not plain or _needs_mask(spec):
+    if kernel_for(spec) != "cpu flash" or not plain or needs_mask(spec):
         return run_sdpa
     causal = spec.causal and spec.equal_lengths
 
@@ -55,31 +64,38 @@ def run_for(spec: AttentionSpec) -> Callable[[AttentionCall], Output]:
 def run_sdpa(call: AttentionCall) -> Output:
     """Runs the kernel that `kernel_for` names, in (B, H, S, D)."""
     spec = call.spec
-    query, key, value = call.query, call.key, call.value
     kernel = kernel_for(spec)
     plain = not spec.padded and spec.unit_stride and spec.head_dim == spec.value_dim
-    if kernel == "cpu flash" and plain and not _needs_mask(spec):
+    if kernel == "cpu flash" and plain and not needs_mask(spec):
         output, lse = torch._scaled_dot_product_flash_attention_for_cpu(
-            query, key, value, 0.0, call.causal and spec.equal_lengths, scale=call.scale
+            call.query, call.key, call.value, 0.0, call.causal and spec.equal_lengths, scale=call.scale
         )
         return (output, lse) if call.return_lse else output
+    return run_around({"cpu flash": _cpu_flash, "flash": _flash, "efficient": _efficient, "math": _math}[kernel], call, kernel)
 
+
+def run_around(function: Callable, call: AttentionCall, kernel: str) -> Output:
+    """One dense kernel with what it needs around it: cleaned padding, tensors it can read, an additive mask, and empty rows set right.
+
+    function(call, query, key, value, mask, causal) -> (output, lse), in (B, H, S, D), with `mask` as `additive_mask` makes it for `kernel`.
+    """
+    spec = call.spec
+    query, key, value = call.query, call.key, call.value
     queries = real_queries(call) if spec.padded else None
     if not spec.finite_padding and spec.padded:
         query, key, value = cleaned(query, key, value, queries, real_keys(call))
-    if not spec.unit_stride:
-        # The kernels would read a last dimension of another stride as if it had stride 1.
-        query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
-    if kernel == "flash":
-        output, lse = _flash(call, query, key, value)
+    if _must_copy(spec, kernel):
+        query, key, value = (t.clone(memory_format=torch.contiguous_format) for t in (query, key, value))
+    mask, causal = (None, call.causal) if kernel == "flash" else additive_mask(call, kernel)
+    if call.sinks is not None:
+        key, value, mask = _with_sink_column(call, key, value, mask)
+    if query.device.type == "cuda" and query.shape[0] > _MOST_ROWS:
+        output, lse = _in_parts(function, call, query, key, value, mask, causal)
     else:
-        mask, causal = _mask(call, kernel)
-        if call.sinks is not None:
-            key, value, mask = _with_sink_column(call, key, value, mask)
-        output, lse = {"cpu flash": _cpu_flash, "efficient": _efficient, "math": _math}[kernel](call, query, key, value, mask, causal)
-        if call.return_lse and mask is not None:
-            # What the kernels write for an empty row differs: 0, -inf or +inf.
-            lse = lse.masked_fill((mask == NEGATIVE_INFINITY).all(-1), NEGATIVE_INFINITY)
+        output, lse = function(call, query, key, value, mask, causal)
+    if call.return_lse and mask is not None:
+        # What the kernels write for an empty row differs: 0, -inf or +inf.
+        lse = lse.masked_fill((mask == NEGATIVE_INFINITY).all(-1), NEGATIVE_INFINITY)
     if queries is not None:
         output = output.masked_fill(~queries[:, None, :, None], 0.0)
         lse = lse.masked_fill(~queries[:, None, :], NEGATIVE_INFINITY) if call.return_lse else None
@@ -89,20 +105,39 @@ def run_sdpa(call: AttentionCall) -> Output:
 # ---------------------------------------------------------------------- what stands around the kernels
 
 
-def _needs_mask(spec: AttentionSpec) -> bool:
+def needs_mask(spec: AttentionSpec) -> bool:
     """Whether something must be written into a mask, besides causality that the kernel knows itself."""
     diagonal = spec.causal and not spec.equal_lengths and not spec.single_query
     written = spec.mask is not None or spec.bias is not None or spec.alibi is not None or spec.sinks or spec.window is not None
     return diagonal or written or bool(spec.key_mask or spec.key_lengths or spec.key_starts or spec.packed)
 
 
-def _mask(call: AttentionCall, kernel: str) -> tuple[torch.Tensor | None, bool]:
+def _must_copy(spec: AttentionSpec, kernel: str) -> bool:
+    """The kernels read 16 bytes at a time along a last dimension of stride 1; all but flash misread some broadcast (stride 0) keys."""
+    step = 16 // spec.dtype.itemsize
+    padded_anyway = spec.head_dim % step != 0 and spec.value_dim % step != 0
+    return not spec.unit_stride or (not spec.aligned and not padded_anyway) or (spec.expanded and kernel != "flash")
+
+
+def _in_parts(function: Callable, call: AttentionCall, query, key, value, mask, causal) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """A batch too large for one launch, part by part."""
+    parts = []
+    for n in range(0, query.shape[0], _MOST_ROWS):
+        rows = slice(n, n + _MOST_ROWS)
+        part = mask if mask is None or mask.shape[0] == 1 else mask[rows]
+        parts.append(function(call, query[rows], key[rows], value[rows], part, causal))
+    outputs, lses = zip(*parts)
+    return torch.cat(outputs), torch.cat(lses) if call.return_lse else None
+
+
+def additive_mask(call: AttentionCall, kernel: str) -> tuple[torch.Tensor | None, bool]:
     """The additive mask, as small as broadcasting allows, and whether the kernel's own causality is used beside it."""
     spec = call.spec
     causal = call.causal and spec.equal_lengths and call.window is None and not spec.packed
     alone = call.mask is None and call.bias is None and call.alibi_slopes is None and call.sinks is None
-    if kernel == "math" or call.return_lse or call.sinks is not None:
-        # math refuses a mask beside causality; an lse needs the empty rows, which are read off the whole mask; a sink adds a column.
+    if kernel in ("math", "cutlass") or (call.return_lse and kernel != "cudnn") or call.sinks is not None:
+        # math and cutlass take a mask or causality; an lse needs the empty rows, which are read off the whole mask (cuDNN writes -inf
+        # there itself); a sink adds a column.
         causal = causal and alone and not (spec.key_mask or spec.key_lengths or spec.key_starts)
     whole = causal or (call.causal and spec.single_query and not spec.packed and call.window is None)
     allowed = [] if whole or (allowed := structure(call)) is None else [allowed[:, None]]
@@ -111,14 +146,22 @@ def _mask(call: AttentionCall, kernel: str) -> tuple[torch.Tensor | None, bool]:
     if call.mask is not None:
         allowed.append(call.mask)
     dtype = torch.promote_types(call.query.dtype, torch.float32) if kernel == "cpu flash" else call.query.dtype
-    added = [] if call.bias is None else [cleaned_bias(call).to(dtype)]
+    added = [] if call.bias is None else [_narrowed(cleaned_bias(call), dtype)]
     if call.alibi_slopes is not None:
-        added.append(alibi_bias(call, torch.promote_types(dtype, torch.float32)).to(dtype))
+        added.append(_narrowed(alibi_bias(call, torch.promote_types(dtype, torch.float32)), dtype))
     mask = sum(added[1:], added[0]) if added else None
     for part in allowed:
         mask = torch.zeros((), dtype=dtype, device=call.device) if mask is None else mask
         mask = mask.masked_fill(~part, NEGATIVE_INFINITY) if mask.dim() == 4 else torch.where(part, mask, NEGATIVE_INFINITY)
     return mask, causal
+
+
+def _narrowed(bias: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """In the kernel's dtype; a finite number too large for it stays finite, since only -inf means "not seen"."""
+    limit = torch.finfo(dtype).max
+    if torch.finfo(bias.dtype).max <= limit:
+        return bias.to(dtype)
+    return torch.where(bias == NEGATIVE_INFINITY, bias, bias.clamp(-limit, limit)).to(dtype)
 
 
 def _with_sink_column(call: AttentionCall, key, value, mask) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -157,7 +200,7 @@ def _cpu_flash(call: AttentionCall, query, key, value, mask, causal) -> tuple[to
     return output[..., : call.value_dim], lse
 
 
-def _flash(call: AttentionCall, query, key, value) -> tuple[torch.Tensor, torch.Tensor]:
+def _flash(call: AttentionCall, query, key, value, mask, causal) -> tuple[torch.Tensor, torch.Tensor]:
     """aten's flash-attention 2: bottom-right causality, windows on both sides, in (B, S, H, D)."""
     query, key, value = (t.transpose(1, 2) for t in _same_dims(query, key, value, 8))
     left, right = call.window or (None, None)
@@ -169,19 +212,29 @@ def _flash(call: AttentionCall, query, key, value) -> tuple[torch.Tensor, torch.
     return output[..., : call.value_dim].transpose(1, 2), lse
 
 
-def _efficient(call: AttentionCall, query, key, value, mask, causal) -> tuple[torch.Tensor, torch.Tensor]:
+def repeated_and_padded(call: AttentionCall, query, key, value) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """For the CUTLASS kernel: as many key heads as query heads, head dims that fill 16 bytes."""
     group = call.query_heads // call.key_heads
     if group > 1:
         key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
-    multiple = 4 if query.dtype == torch.float32 else 8
-    query, key = (pad(t, (0, -t.shape[3] % multiple)) if t.shape[3] % multiple else t for t in (query, key))
-    value = pad(value, (0, -value.shape[3] % multiple)) if value.shape[3] % multiple else value
+    step = 16 // query.dtype.itemsize
+    return tuple(pad(t, (0, -t.shape[3] % step)) if t.shape[3] % step else t for t in (query, key, value))
+
+
+def roomy(mask: torch.Tensor, keys: int) -> torch.Tensor:
+    """A mask whose rows start at multiples of 16 bytes, with room for 16 elements at their end: the CUTLASS kernel reads whole rows of that."""
+    step = 16 // mask.element_size()
+    # Where a tensor starts, the compiler does not say.
+    steps = [1] if torch.compiler.is_compiling() else [mask.stride(n) for n in range(3) if mask.shape[n] > 1] + [mask.storage_offset()]
+    if keys % 16 or mask.stride(-1) != 1 or mask.shape[-1] != keys or any(n % step for n in steps):
+        return pad(mask.expand(*mask.shape[:3], keys), (0, -keys % 16 or 16))[..., :keys]
+    return mask
+
+
+def _efficient(call: AttentionCall, query, key, value, mask, causal) -> tuple[torch.Tensor, torch.Tensor]:
+    query, key, value = repeated_and_padded(call, query, key, value)
     if mask is not None:
-        # The kernel reads whole rows of 16 elements: the mask's rows get that much room.
-        keys = key.shape[2]
-        if keys % 16 or mask.stride(-1) != 1 or mask.shape[-1] != keys:
-            mask = pad(mask.expand(*mask.shape[:3], keys), (0, -keys % 16))[..., :keys]
-        mask = mask.expand(query.shape[0], call.query_heads, query.shape[2], keys)
+        mask = roomy(mask, key.shape[2]).expand(query.shape[0], call.query_heads, query.shape[2], key.shape[2])
     needs_lse = call.return_lse or bool(call.spec.gradients)
     output, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
         query, key, value, mask, needs_lse, call.dropout_p, causal, scale=call.scale
@@ -238,8 +291,8 @@ def _notes(spec: AttentionSpec) -> Sequence[str]:
         notes.append("keeps all scores: memory grows with Sq * Sk")
     if spec.padded and not spec.finite_padding:
         notes.append("cleans padding in copies of query, key and value; finite_padding=True spares them")
-    if not spec.unit_stride:
-        notes.append("copies query, key and value, whose last dimension is not contiguous")
+    if _must_copy(spec, kernel):
+        notes.append("copies query, key and value, which the kernel can't read as they lie in memory")
     return notes
 
 
