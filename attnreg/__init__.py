@@ -2,6 +2,7 @@
 
 from .attention import attention, explain, explain_spec, last_selection
 from .backend import Backend
+from .cache import DynamicCache, StaticCache
 from .call import AttentionCall, Pages
 from .capabilities import EMULATED, NATIVE, Capabilities, Dims, Reason, Support
 from .hookspecs import hookimpl
@@ -21,12 +22,14 @@ __all__ = [
     "Backend",
     "Capabilities",
     "Dims",
+    "DynamicCache",
     "Feature",
     "NoBackendError",
     "Padding",
     "Pages",
     "Reason",
     "Selection",
+    "StaticCache",
     "Support",
     "attention",
     "backends",

@@ -12,6 +12,7 @@ import torch
 
 from . import policy, registry
 from .backend import Backend, Output
+from .cache.segments import in_rows
 from .call import AttentionCall, spec_from
 from .packing import Padding
 from .select import NoBackendError, Selection, select
@@ -114,6 +115,8 @@ def attention(
     Raises ValueError or TypeError for a call that makes no sense, LookupError for an unknown backend, and NoBackendError when no allowed
     backend can run it, with every reason.
     """
+    if cache is not None and cu_seqlens is not None:
+        return in_rows(attention, dict(locals()))
     if _tracing():
         return _traced(dict(locals()))
     scope = _current_scope()
@@ -147,7 +150,8 @@ def attention(
         if signature is not None and call.repeatable:
             _remember(signature, query, key, value, call, selection)
         _last.selection = selection
-        return run(call, selection.chosen, selection.run)
+        function = run if cache is None else _appending
+        return function(call, selection.chosen, selection.run)
     call = AttentionCall.__new__(AttentionCall)
     state = call.__dict__
     state.update(plan.template)
@@ -167,6 +171,8 @@ def explain(query: torch.Tensor, key: torch.Tensor | None = None, value: torch.T
     if unknown:
         raise TypeError(f"explain() got an unexpected keyword argument {sorted(unknown)[0]!r}; the options are {', '.join(_OPTIONS)}")
     arguments = {name: options.get(name, default) for name, default in _OPTIONS.items()}
+    if arguments["cache"] is not None and arguments["cu_seqlens"] is not None:
+        return in_rows(explain, {"query": query, "key": key, "value": value, **arguments})
     call = _checked({"query": query, "key": key, "value": value, **arguments})
     return choose(call, arguments["backend"], arguments["layer"], policy.current_scope.get(), must=False)
 
@@ -187,10 +193,6 @@ def last_selection() -> Selection | None:
 
 def _checked(arguments: dict[str, Any]) -> AttentionCall:
     options = {name: arguments[name] for name in _CALL_OPTIONS}
-    if arguments["cache"] is not None:
-        raise NotImplementedError(
-            "cache: KV caches are not there yet; concatenate the past to key and value, and use key_lengths for spare room"
-        )
     return AttentionCall(arguments["query"], arguments["key"], arguments["value"], **options)
 
 
@@ -217,6 +219,8 @@ def choose(
 
 def run(call: AttentionCall, backend: Backend, function: Callable[[AttentionCall], Output]) -> Output:
     """Runs a call by a function of the chosen backend and gives the result the caller's shape."""
+    if call.pages is not None and Feature.PAGED not in backend.claims.features:
+        call.gather_pages()
     given = call.layout
     if call.spec.zero_size:
         result = _of_nothing(call)
@@ -233,6 +237,21 @@ def run(call: AttentionCall, backend: Backend, function: Callable[[AttentionCall
     output = result[0] if call.return_lse else result
     output = output.flatten(2) if call.shape_given == "flat" else output.squeeze(0)
     return (output, result[1]) if call.return_lse else output
+
+
+def _appending(call: AttentionCall, backend: Backend, function: Callable[[AttentionCall], Output]) -> Output:
+    """Runs a call with a cache: new tokens go to spare room, and count only once the backend is through."""
+    cache, step = call.cache, call.step
+    if step.new is None:
+        return run(call, backend, function)
+    try:
+        cache.write(step)
+        result = run(call, backend, function)
+    except BaseException:
+        cache.undo(step)
+        raise
+    cache.commit(step)
+    return result
 
 
 def _of_nothing(call: AttentionCall) -> Output:
@@ -260,7 +279,7 @@ _OPTIONS = {
     for name, parameter in inspect.signature(attention).parameters.items()
     if parameter.kind is parameter.KEYWORD_ONLY
 }
-_CALL_OPTIONS = tuple(name for name in _OPTIONS if name not in ("cache", "backend"))
+_CALL_OPTIONS = tuple(name for name in _OPTIONS if name != "backend")
 
 
 def _traced(arguments: dict[str, Any]) -> Output:
@@ -270,7 +289,12 @@ def _traced(arguments: dict[str, Any]) -> Output:
     named = tuple(backend) if isinstance(backend, list) else backend
     name = _chosen_while_tracing(call.facts(), named, arguments["layer"], policy.process.epoch, policy.mirror.scope)
     backend = registry.by_name(name)
-    return run(call, backend, backend.run)
+    if call.step is None or call.step.new is None:
+        return run(call, backend, backend.run)
+    call.cache.write(call.step)
+    result = run(call, backend, backend.run)
+    call.cache.commit(call.step)
+    return result
 
 
 def _chosen_while_tracing(facts: tuple, backend: Any, layer: str | None, epoch: int, scope: int) -> str:

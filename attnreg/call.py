@@ -6,12 +6,15 @@ import math
 import os
 import types
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from . import packing
 from .spec import AttentionSpec
+
+if TYPE_CHECKING:
+    from .cache.protocol import LayerCache, Step
 
 CHECK_DEVICE = os.environ.get("ATTNREG_CHECK", "") == "1"
 """Whether device-side assertions look at lengths and cu_seqlens on a GPU (they are always looked at on a CPU)."""
@@ -65,6 +68,10 @@ class AttentionCall:
     return_lse: bool = False
     deterministic: bool = False
     pages: Pages | None = None
+    cache: LayerCache | None = None
+    step: Step | None = None
+    """What the cache made of the new tokens; they are appended when the call runs."""
+    query: torch.Tensor | None = None
     layer: str | None = None
     fits_packing: bool = False
     """Dropping padding was found, by looking, to change nothing."""
@@ -103,6 +110,7 @@ class AttentionCall:
         deterministic: bool | None = None,
         layer: str | None = None,
         pages: Pages | None = None,
+        cache: LayerCache | None = None,
     ) -> None:
         if layout not in ("bshd", "bhsd"):
             raise ValueError(f"layout: 'bshd' for (B, S, H, D) or 'bhsd' for (B, H, S, D), got {layout!r}")
@@ -110,7 +118,13 @@ class AttentionCall:
             if not isinstance(flag, bool):
                 raise TypeError(f"{name}: True or False, got {flag!r}")
         self.layout, self.pages = layout, pages
-        self._set_tensors(query, key, value, n_heads, n_kv_heads, packed=cu_seqlens is not None)
+        if cache is None:
+            self._set_tensors(query, key, value, n_heads, n_kv_heads, packed=cu_seqlens is not None)
+        else:
+            given = {"query_mask": query_mask, "key_mask": key_mask, "mask": mask, "bias": bias}
+            self._check_cache(cache, key, value, key_lengths)
+            self._append(cache, query, key, value, n_heads, n_kv_heads, query_lengths, window, given["key_mask"])
+            key_mask, mask, bias = self._masks_over(given, cache)
         self.causal, self.finite_padding, self.return_lse = causal, finite_padding, return_lse
         self.deterministic = torch.are_deterministic_algorithms_enabled() if deterministic is None else bool(deterministic)
         self.layer = layer
@@ -121,6 +135,8 @@ class AttentionCall:
         self._set_lengths(key_lengths, query_lengths, key_starts)
         self._set_head_terms(alibi_slopes, sinks)
         self._set_segments(cu_seqlens, max_seqlens)
+        if cache is not None:
+            self._set_finite()
 
     # ------------------------------------------------------------------ sizes, in whatever layout
 
@@ -184,6 +200,13 @@ class AttentionCall:
             if self.pages is None:
                 self.key, self.value = self.key.transpose(1, 2), self.value.transpose(1, 2)
             self.layout = layout
+
+    def gather_pages(self) -> None:
+        """Copies the pages of each row into key and value, for a kernel that reads no block table."""
+        table = self.pages.block_table.long()
+        key, value = (pool[table].flatten(1, 2) for pool in (self.pages.keys, self.pages.values))
+        self.pages = None
+        self.key, self.value = (key, value) if self.layout == "bshd" else (key.transpose(1, 2), value.transpose(1, 2))
 
     def examine_padding(self) -> None:
         """Finds the form of bare padding masks by looking at them: one copy to the host for each new mask tensor."""
@@ -269,6 +292,85 @@ class AttentionCall:
             return ()
         tensors = {n: getattr(self, n) for n in ("query", "key", "value", "bias", "sinks", "alibi_slopes")}
         return tuple(name for name, tensor in tensors.items() if tensor is not None and tensor.requires_grad)
+
+    # ------------------------------------------------------------------ a call with a cache
+
+    def _check_cache(self, cache: Any, key: Any, value: Any, key_lengths: Any) -> None:
+        if not hasattr(cache, "prepare"):
+            how = "; give one layer of it, cache.layer(i)" if hasattr(cache, "layer") else ""
+            raise TypeError(f"cache: one layer of a cache (attnreg.cache.LayerCache), got {type(cache).__name__}{how}")
+        if key_lengths is not None:
+            raise ValueError("key_lengths: not together with cache, which knows its rows' lengths; crop(lengths) shortens them")
+        if (key is None) != (value is None):
+            raise ValueError("key, value: both, to append; or both None, to attend without appending")
+
+    def _append(
+        self, cache: LayerCache, query: Any, key: Any, value: Any, n_heads: Any, n_kv_heads: Any, counts: Any, window: Any, key_mask: Any
+    ) -> None:
+        """Query, key and value as they will be once the new tokens are appended. Changes nothing: `step` remembers what to do."""
+        bhsd = self.layout == "bhsd"
+        mask = key_mask.mask if isinstance(key_mask, packing.Padding) else key_mask
+        if key is not None:
+            self._set_tensors(query, key, value, n_heads, n_kv_heads, packed=False)
+            new = (self.key.transpose(1, 2), self.value.transpose(1, 2)) if bhsd else (self.key, self.value)
+            step = cache.prepare(*new, counts, window, mask)
+            query = self.query
+        else:
+            step = cache.prepare(None, None, None, window, mask)
+        self.pages = step.pages
+        if step.pages is None:
+            key, value = (step.key.transpose(1, 2), step.value.transpose(1, 2)) if bhsd else (step.key, step.value)
+            self.key, self.value = key, value
+        else:
+            self.key = self.value = None
+        if self.query is None:
+            if query.dim() == 3 and n_heads is not None:
+                query, self.shape_given = query.unflatten(2, (n_heads, -1)), "flat"
+            self._set_tensors(query, self.key, self.value, None, None, packed=False)
+        self._check_sizes(n_heads, n_kv_heads)
+        self.step, self.cache, self.key_lengths, self.repeatable = step, cache, step.key_lengths, False
+        if step.key_lengths is not None:
+            self.lengths_given = {"key_lengths": step.key_lengths}
+
+    def _masks_over(self, given: dict[str, Any], cache: LayerCache) -> tuple:
+        """Masks and bias, which cover `step.slots`, cut or padded to the keys that the call sees."""
+        slots, size = self.step.slots, self.key_length
+        fitted = []
+        for name in ("key_mask", "mask", "bias"):
+            tensor = given[name]
+            if tensor is None:
+                fitted.append(tensor)
+                continue
+            padding = tensor if isinstance(tensor, packing.Padding) else None
+            tensor = tensor if padding is None else padding.mask
+            _check_tensor(name, tensor)
+            width = tensor.shape[-1] if tensor.dim() else 0
+            if name == "key_mask" and tuple(tensor.shape) != (self.batch, slots):
+                raise ValueError(
+                    f"key_mask: shape (B, cache.slots(n_new)) = {(self.batch, slots)}, past and new tokens, got {tuple(tensor.shape)}"
+                )
+            if name != "key_mask" and tensor.dim() == 4 and width not in (1, slots):
+                raise ValueError(f"{name}: last dimension cache.slots(n_new) = {slots}, past and new tokens, or 1; got {width}")
+            if slots > size and width == slots:
+                tensor = tensor[..., :size]
+            elif slots < size and width == slots:
+                tensor = torch.nn.functional.pad(tensor, (0, size - slots))
+            elif padding is not None:
+                tensor = padding
+            fitted.append(tensor)
+        return tuple(fitted)
+
+    def _set_finite(self) -> None:
+        """What a cache hands over beyond its rows is finite, and padded queries are few: once they are clean, nothing else need be."""
+        if self.finite_padding or self.key_mask is not None or self.key_starts is not None:
+            return  # a slot that the caller hides may hold anything
+        real = None if self.query_mask is None else self.query_mask
+        if self.query_lengths is not None:
+            inside = torch.arange(self.query_length, device=self.device)[None] < self.query_lengths[:, None]
+            real = inside if real is None else real & inside
+        if real is not None:
+            self.query = self.query.masked_fill(~(real[:, :, None, None] if self.layout == "bshd" else real[:, None, :, None]), 0.0)
+        self.finite_padding = True
 
     # ------------------------------------------------------------------ checks, one group of arguments each
 

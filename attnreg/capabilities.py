@@ -59,6 +59,9 @@ def EMULATED(cost: str) -> Support:
     return Support(cost)
 
 
+_GATHERED = EMULATED("gathers the pages into copies of key and value")
+
+
 class Dims(NamedTuple):
     """The head dims that a backend takes, padding of its own included."""
 
@@ -137,7 +140,7 @@ class Capabilities:
         if not self.value_dim.takes(spec.value_dim) and spec.value_dim != spec.head_dim:
             reasons.append(Reason("value_dim", str(spec.value_dim), str(self.value_dim)))
         for feature in spec.features:
-            if feature not in self.features:
+            if feature not in self.features and feature is not Feature.PAGED:
                 reasons.append(Reason(feature.value, _asked(feature, spec), "not claimed"))
         seen = {reason.what for reason in reasons}
         for rule in self.rules:
@@ -148,12 +151,12 @@ class Capabilities:
 
     def emulations(self, spec: AttentionSpec) -> tuple[str, ...]:
         """What giving this spec costs beyond the kernel: "feature: cost" for every emulated feature it asks for."""
-        claimed = ((f, self.support(f, spec)) for f in spec.features if f in self.features)
+        claimed = ((f, self.support(f, spec)) for f in spec.features if f in self.features or f is Feature.PAGED)
         return tuple(f"{feature.value}: {support.cost}" for feature, support in claimed if support.cost)
 
     def support(self, feature: Feature, spec: AttentionSpec) -> Support:
-        """How a claimed feature is provided for this spec."""
-        claim = self.features[feature]
+        """How a claimed feature is provided for this spec. Pages that a kernel can't read are gathered before it runs."""
+        claim = self.features.get(feature, _GATHERED) if feature is Feature.PAGED else self.features[feature]
         return claim if isinstance(claim, Support) else claim(spec)
 
 
