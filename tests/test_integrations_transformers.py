@@ -20,6 +20,16 @@ THOROUGH = os.environ.get("ATTNREG_THOROUGH") == "1"
 VOCABULARY = 40
 
 
+# Families whose attention does not call the interface yet in an older transformers.
+SILENT = {"BERT", "ModernBERT", "T5"} if VERSION < (5,) else {"T5"} if VERSION <= (5, 17) else set()
+since_5 = pytest.mark.skipif(VERSION < (5,), reason="transformers 4 passes or does this in another way; see docs/transformers.md")
+
+
+def skip_if_silent(family):
+    if family in SILENT:
+        pytest.skip(f"{family} of transformers {transformers.__version__} never calls the attention interface")
+
+
 @pytest.fixture(autouse=True, scope="module")
 def registered():
     """On backends that compile nothing, so that these tests are quick and the same everywhere."""
@@ -190,6 +200,7 @@ def on(model, name):
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_outputs_and_gradients_equal_eager_on_real_tokens(family, side):
+    skip_if_silent(family)
     if family in ("ViT", "Whisper") and side == "left":
         pytest.skip("its inputs have no padding")
     model, inputs = FAMILIES[family](), inputs_for(family, side)
@@ -296,6 +307,7 @@ def test_a_chunk_onto_a_cache_equals_one_shot():
 @pytest.mark.parametrize("family", ["Mistral", "BERT", "T5"] if THOROUGH else ["Mistral", "BERT"])
 def test_a_whole_forward_compiles_into_one_graph(family):
     torch._dynamo.reset()
+    skip_if_silent(family)
     model, inputs = on(FAMILIES[family](), "attnreg"), inputs_for(family, "left")
     if family != "BERT":
         inputs["use_cache"] = False
@@ -348,6 +360,7 @@ def test_padding_stays_padding_and_nothing_dense_is_built(spy):
 
 @pytest.mark.parametrize("family", ["Llama", "BERT"])
 def test_padded_rows_are_zero_where_eager_gives_a_mean_of_values(family, spy):
+    skip_if_silent(family)
     for side in ("left", "right"):
         inputs = padded(side)
         on(FAMILIES[family](), "attnreg")(**inputs)
@@ -363,17 +376,22 @@ def test_softcap_sinks_scale_and_alternating_windows_arrive(spy):
     on(DECODERS["GPT-OSS"](), "attnreg")(**padded("left"))
     assert [call["window"] for call in spy.calls] == [(3, None), None]
     assert all(call["sinks"].shape == (4,) for call in spy.calls)
-    spy.calls.clear()
+
+
+def test_a_position_bias_arrives(spy):
+    skip_if_silent("T5")
     on(build_t5(), "attnreg")(**inputs_for("T5"))
     assert all(call["scale"] == 1.0 and call["bias"] is not None for call in spy.calls)
 
 
 def test_a_bidirectional_window_is_counted_on_both_sides(spy):
+    skip_if_silent("ModernBERT")
     on(ENCODERS["ModernBERT"](), "attnreg")(**padded("right"))
     assert {call["window"] for call in spy.calls} == {None, (2, 2)}
     assert not any(call["causal"] for call in spy.calls)
 
 
+@since_5
 def test_the_spare_room_of_a_static_cache_is_left_away_or_said_by_lengths(spy):
     model = on(DECODERS["Llama"](), "attnreg")
     cache = transformers.StaticCache(config=model.config, max_cache_len=20)
@@ -456,12 +474,17 @@ def masking(**changes):
     return host_mask(**{**given, **changes})
 
 
+@since_5
 def test_patterns_that_are_recognised():
     from transformers import masking_utils as theirs
 
     assert recognise(theirs.causal_mask_function).causal
     sliding = recognise(theirs.sliding_window_causal_mask_function(4))
     assert sliding.causal and sliding.window == (3, None)
+    if not hasattr(theirs, "remap_positions_for_packed_sequence"):
+        packed = theirs.and_masks(theirs.causal_mask_function, theirs.packed_sequence_mask_function(torch.tensor([[0, 0, 1]])))
+        assert recognise(packed).documents.tolist() == [[0, 0, 1]]
+        return
     ids = torch.tensor([[0, 0, 1]])
     packed = theirs.and_masks(
         theirs.remap_positions_for_packed_sequence(theirs.sliding_window_causal_mask_function(2), torch.tensor([[0, 1, 0]])),
@@ -471,14 +494,17 @@ def test_patterns_that_are_recognised():
     assert found.causal and found.window == (1, None) and found.documents is ids
 
 
+@since_5
 def test_patterns_that_are_not_recognised_are_written_out():
     from transformers import masking_utils as theirs
 
     chunked = theirs.chunked_causal_mask_function(2, torch.zeros(2, dtype=torch.long))
     mine = theirs.and_masks(theirs.causal_mask_function, lambda b, h, q, k: k != 1)
     either = theirs.or_masks(theirs.causal_mask_function, lambda b, h, q, k: k < 3)
-    alone = theirs.remap_positions_for_packed_sequence(theirs.causal_mask_function, torch.arange(5).expand(2, 5))
-    for function in (chunked, mine, either, alone, lambda b, h, q, k: k <= q):
+    unknown = [chunked, mine, either, lambda b, h, q, k: k <= q]
+    if hasattr(theirs, "remap_positions_for_packed_sequence"):
+        unknown.append(theirs.remap_positions_for_packed_sequence(theirs.causal_mask_function, torch.arange(5).expand(2, 5)))
+    for function in unknown:
         assert recognise(function) is None
         dense = masking(mask_function=function)
         assert dense.dtype == torch.bool and dense.shape == (2, 1, 5, 5)
@@ -486,6 +512,7 @@ def test_patterns_that_are_not_recognised_are_written_out():
     assert masking(mask_function=either)[0, 0].tolist() == [[j <= i or j < 3 for j in range(5)] for i in range(5)]
 
 
+@since_5
 def test_overlays_of_a_model_reach_the_layers(spy):
     """An or_mask_function that opens a prefix, as vision-language models use it."""
     from transformers.masking_utils import create_causal_mask
@@ -568,6 +595,7 @@ def test_an_argument_without_meaning_here_is_an_error_that_names_it():
         model(**padded("left"), block_table=torch.zeros(1))
 
 
+@since_5
 def test_attention_weights_are_the_true_ones_and_announced():
     from attnreg.integrations.transformers import attention
 
@@ -592,6 +620,7 @@ def test_families_that_never_call_the_interface_are_found_out(family):
         check(model, padded("left"))
 
 
+@since_5
 def test_a_model_that_takes_the_mask_for_a_tensor_hears_why():
     model = NEVER_CALL["Bloom"]()
     model.config._attn_implementation = "attnreg"
@@ -599,6 +628,7 @@ def test_a_model_that_takes_the_mask_for_a_tensor_hears_why():
         model(**padded("left"))
 
 
+@since_5
 def test_continuous_batching_is_as_the_documentation_says():
     model = on(DECODERS["Llama"](), "attnreg")
     if not hasattr(model, "generate_batch"):
