@@ -533,6 +533,7 @@ class AttentionCall:
         self._check_device(name, tensor)
 
     def _set_lengths(self, key_lengths: Any, query_lengths: Any, key_starts: Any) -> None:
+        as_given: dict[str, torch.Tensor] = {}
         for name, given, size in (
             ("key_lengths", key_lengths, self.key_length),
             ("query_lengths", query_lengths, self.query_length),
@@ -543,7 +544,7 @@ class AttentionCall:
             if isinstance(given, (list, tuple)):
                 given = torch.tensor(given, dtype=torch.int32)
             _check_tensor(name, given)
-            self.lengths_given = {**self.lengths_given, name: given}
+            as_given[name] = given
             if given.dtype not in (torch.int32, torch.int64):
                 raise TypeError(f"{name}: an int32 or int64 tensor or a list of numbers, got {given.dtype}")
             if tuple(given.shape) != (self.batch,):
@@ -561,6 +562,8 @@ class AttentionCall:
                 given = given.clamp(0, size)
                 self.repeatable = False
             setattr(self, name, given)
+        if as_given:
+            self.lengths_given = as_given
 
     def _set_head_terms(self, alibi_slopes: Any, sinks: Any) -> None:
         heads = self.query_heads

@@ -40,7 +40,7 @@ def register(name: str = "attnreg", backend: policy.Names | None = None) -> None
             raise ValueError(f"name: {name!r} contains {trap!r}: {why}; choose another, such as 'attnreg_fa'")
     if name.startswith("paged|"):
         raise ValueError(f"name: {name!r}: transformers strips the prefix 'paged|' and looks for the rest; choose a name without it")
-    if name not in _ours and name in AttentionInterface._global_mapping:
+    if name not in _ours and (name in AttentionInterface._global_mapping or name in AttentionMaskInterface._global_mapping):
         raise ValueError(f"name: {name!r} is an attention implementation of transformers itself; choose another")
     if backend is not None:
         policy.names(backend)

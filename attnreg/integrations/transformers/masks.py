@@ -77,6 +77,13 @@ class HostMask:
             self._segments = (cu, int(cu.diff().max()))
         return self._segments
 
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise RuntimeError(
+            f"a model took attnreg's mask for a tensor, in {getattr(function, '__name__', function)}: it computes attention with code of its "
+            "own and never calls transformers' attention interface, so attnreg can't reach it; leave it on attn_implementation='eager'"
+        )
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
@@ -143,6 +150,12 @@ def recognise(function: Any) -> Pattern | None:
 
     Composed functions are closures; while the compiler traces, those can't be looked into.
     """
+    pattern = _pattern(function)
+    # Positions that restart without documents to separate them: not a distance between slots.
+    return None if pattern is None or (pattern.by_position and pattern.documents is None) else pattern
+
+
+def _pattern(function: Any) -> Pattern | None:
     if function is masking_utils.causal_mask_function:
         return Pattern(causal=True)
     if function is getattr(masking_utils, "bidirectional_mask_function", None):
@@ -158,10 +171,10 @@ def recognise(function: Any) -> Pattern | None:
     if maker == "packed_sequence_mask_function":
         return Pattern(documents=given["packed_sequence_mask"])
     if maker == "remap_positions_for_packed_sequence":
-        inner = recognise(given["mask_function"])
+        inner = _pattern(given["mask_function"])
         return None if inner is None else inner._replace(by_position=True)
     if maker == "and_masks":
-        return _all(recognise(part) for part in given["mask_functions"])
+        return _all(_pattern(part) for part in given["mask_functions"])
     return None
 
 
@@ -178,7 +191,7 @@ def _all(parts: Any) -> Pattern | None:
             part.documents if whole.documents is None else whole.documents,
             whole.by_position or part.by_position,
         )
-    return None if whole.by_position and whole.documents is None else whole
+    return whole
 
 
 def _columns(attention_mask: torch.Tensor, start: int, count: int) -> torch.Tensor:
