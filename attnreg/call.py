@@ -6,6 +6,7 @@ import math
 import os
 import types
 from collections.abc import Mapping
+from operator import index
 from typing import Any, NamedTuple
 
 import torch
@@ -226,10 +227,11 @@ class AttentionCall:
             query.device.type,
             (query.device.index or 0) if cuda else None,
             query.dtype,
-            self.query_heads,
-            self.key_heads,
-            self.head_dim,
-            self.value_dim,
+            # index() makes the compiler take a symbolic size as the number that it is.
+            index(self.query_heads),
+            index(self.key_heads),
+            index(self.head_dim),
+            index(self.value_dim),
             True if equal else False,
             True if single else False,
             True if zero else False,
