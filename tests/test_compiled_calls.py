@@ -37,3 +37,10 @@ def test_no_backend_says_why():
         torch.compile(lambda q: attnreg.attention(q, q, q, dropout_p=0.5, backend="flex"), fullgraph=True, backend="eager")(
             torch.randn(1, 3, 2, 8)
         )
+
+
+def test_head_counts_and_dims_may_be_symbolic():
+    compiled = torch.compile(lambda q, k: attnreg.attention(q, k, k, causal=True), fullgraph=True, backend="eager", dynamic=True)
+    for heads, dim in ((2, 8), (4, 16), (6, 24)):
+        query, key = torch.randn(2, 6, heads, dim), torch.randn(2, 6, 2, dim)
+        torch.testing.assert_close(compiled(query, key), attnreg.attention(query, key, key, causal=True))

@@ -21,7 +21,23 @@ Result = tuple[torch.Tensor, torch.Tensor | None]
 # What travels through the layers' **kwargs and concerns other parts of a model: positions are already in query and key, the cache has
 # been updated, flags choose what the model returns.
 IGNORED = frozenset(
-    ["position_ids", "use_cache", "cache_position", "past_key_value", "past_key_values", "return_dict", "labels", "num_items_in_batch", "shift_labels", "output_hidden_states", "output_router_logits", "encoder_hidden_states", "layer_idx", "logits_to_keep", "return_loss"]
+    [
+        "position_ids",
+        "use_cache",
+        "cache_position",
+        "past_key_value",
+        "past_key_values",
+        "return_dict",
+        "labels",
+        "num_items_in_batch",
+        "shift_labels",
+        "output_hidden_states",
+        "output_router_logits",
+        "encoder_hidden_states",
+        "layer_idx",
+        "logits_to_keep",
+        "return_loss",
+    ]
 )
 
 
