@@ -6,6 +6,7 @@ import math
 import os
 import types
 from collections.abc import Mapping
+from operator import index
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -160,21 +161,22 @@ class AttentionCall:
 
     @property
     def query_heads(self) -> int:
-        return self.query.shape[2 if self.layout == "bshd" else 1]
+        # index() makes the compiler take a symbolic size as the number that it is: heads and dims choose the kernel.
+        return index(self.query.shape[2 if self.layout == "bshd" else 1])
 
     @property
     def key_heads(self) -> int:
         if self.pages is not None:
-            return self.pages.keys.shape[2]
-        return self.key.shape[2 if self.layout == "bshd" else 1]
+            return index(self.pages.keys.shape[2])
+        return index(self.key.shape[2 if self.layout == "bshd" else 1])
 
     @property
     def head_dim(self) -> int:
-        return self.query.shape[3]
+        return index(self.query.shape[3])
 
     @property
     def value_dim(self) -> int:
-        return (self.value if self.pages is None else self.pages.values).shape[3]
+        return index((self.value if self.pages is None else self.pages.values).shape[3])
 
     # ------------------------------------------------------------------ what the pipeline does with a call
 
@@ -271,8 +273,8 @@ class AttentionCall:
             None if self.alibi_slopes is None else "heads" if self.alibi_slopes.dim() == 1 else "rows",
             self.softcap is not None,
             self.sinks is not None,
-            self.scale != 1.0 / math.sqrt(self.head_dim) if self.head_dim else False,
-            self.dropout_p > 0.0,
+            True if self.head_dim and self.scale != 1.0 / math.sqrt(self.head_dim) else False,
+            True if self.dropout_p > 0.0 else False,
             self.return_lse,
             self.finite_padding,
             self._gradients(),

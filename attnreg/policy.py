@@ -50,7 +50,9 @@ class _Process:
 class _Mirror(threading.local):
     """The scope in force as a number: the compiler can guard on a thread-local attribute, not on a context variable."""
 
-    scope: int = 0
+    def __init__(self) -> None:
+        # On the instance, in each thread: the compiler's guard on a class's attribute does not see one that is set later.
+        self.scope = 0
 
 
 process = _Process()
