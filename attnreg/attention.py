@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from . import policy, registry
+from . import arrays, policy, registry
 from .backend import Backend, Output
 from .cache.segments import in_rows
 from .call import AttentionCall, spec_from
@@ -111,6 +111,8 @@ def attention(
     backend: a name, a family such as "flash", or an ordered list; no other is used. Default: the policy in force (`use`, `using`).
     layer: the layer's name, for policies and explanations.
 
+    Arrays of other frameworks that speak DLPack (NumPy, JAX, CuPy) are taken too: all of one kind, which the output is; without gradients.
+
     Returns (B, Sq, Hq, Dv) in the caller's layout, dtype and device; a row that sees nothing is 0. With `return_lse`, (output, lse).
     Raises ValueError or TypeError for a call that makes no sense, LookupError for an unknown backend, and NoBackendError when no allowed
     backend can run it, with every reason.
@@ -145,6 +147,9 @@ def attention(
         except (AttributeError, TypeError):  # not tensors, or not hashable: the checks below say what is wrong, or take it
             signature = None
     if plan is None:
+        if arrays.foreign(query):
+            given = locals()
+            return arrays.attend(attention, {name: given[name] for name in ("query", "key", "value", *_OPTIONS)})
         call = _checked(locals())
         selection = choose(call, backend, layer, scope)
         if signature is not None and call.repeatable:
@@ -171,9 +176,12 @@ def explain(query: torch.Tensor, key: torch.Tensor | None = None, value: torch.T
     if unknown:
         raise TypeError(f"explain() got an unexpected keyword argument {sorted(unknown)[0]!r}; the options are {', '.join(_OPTIONS)}")
     arguments = {name: options.get(name, default) for name, default in _OPTIONS.items()}
+    arguments.update(query=query, key=key, value=value)
+    if arrays.foreign(query):
+        arguments, _ = arrays.as_tensors(arguments)
     if arguments["cache"] is not None and arguments["cu_seqlens"] is not None:
-        return in_rows(explain, {"query": query, "key": key, "value": value, **arguments})
-    call = _checked({"query": query, "key": key, "value": value, **arguments})
+        return in_rows(explain, arguments)
+    call = _checked(arguments)
     return choose(call, arguments["backend"], arguments["layer"], policy.current_scope.get(), must=False)
 
 
