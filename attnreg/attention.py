@@ -148,8 +148,7 @@ def attention(
             signature = None
     if plan is None:
         if arrays.foreign(query):
-            given = locals()
-            return arrays.attend(attention, {name: given[name] for name in ("query", "key", "value", *_OPTIONS)})
+            return arrays.attend(attention, _arguments(locals()))
         call = _checked(locals())
         selection = choose(call, backend, layer, scope)
         if signature is not None and call.repeatable:
@@ -197,6 +196,10 @@ def last_selection() -> Selection | None:
 
 
 # ---------------------------------------------------------------------- the three steps
+
+
+def _arguments(variables: dict[str, Any]) -> dict[str, Any]:
+    return {name: variables[name] for name in ("query", "key", "value", *_OPTIONS)}
 
 
 def _checked(arguments: dict[str, Any]) -> AttentionCall:

@@ -23,7 +23,7 @@ def test_doctor_says_what_is_here_and_what_is_not():
     done = run("doctor")
     assert done.exit_code == 0, done.output
     for name, backend in backends().items():
-        (line,) = [line for line in done.output.splitlines() if line.startswith(f"{name} ")]
+        line = [line for line in done.output.splitlines() if line.startswith(f"{name} ")][-1]
         missing = backend.reason_missing
         assert "ready" in line or "no device" in line if missing is None else missing.asked.split()[0] in line
     assert "pip install" in done.output
