@@ -10,8 +10,11 @@ from ..hookspecs import hookimpl
 
 @hookimpl
 def attnreg_backends() -> Sequence[Backend]:
+    from .flash2 import flash2
+    from .flash3 import flash3
+    from .flash4 import flash4
     from .flex import flex
     from .reference import reference
     from .sdpa import sdpa
 
-    return [sdpa, flex, reference]
+    return [flash4, flash3, flash2, sdpa, flex, reference]
