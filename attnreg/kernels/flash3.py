@@ -16,7 +16,15 @@ from ..call import AttentionCall
 from ..capabilities import EMULATED, NATIVE, Capabilities, Dims, Reason, Support
 from ..spec import AttentionSpec, Feature
 from .flash import (
-    Kernels, Result, no_sink_gradients, notes_for, padding_must_fit, padding_needs_the_host, padding_support, pages_rule, run_flash,
+    Kernels,
+    Result,
+    no_sink_gradients,
+    notes_for,
+    padding_must_fit,
+    padding_needs_the_host,
+    padding_support,
+    pages_rule,
+    run_flash,
 )  # fmt: skip
 from .installed import Library, find
 
