@@ -81,7 +81,25 @@ def bwd(dout, q, k, v, out, lse, dq, dk, dv, alibi, dropout_p, scale, causal, le
     rows = [None] * q.shape[0] if slopes is None else slopes
     lse = torch.stack([_as_port(lse[b], q.shape[1], k.shape[1], causal, rows[b]) for b in range(q.shape[0])])
     return _bwd(
-        dout, q, k, v, out, lse, dq, dk, dv, slopes, dropout_p, scale, causal, -1, -1, 0.0, deterministic, generator, state if dropout_p else None
+        dout,
+        q,
+        k,
+        v,
+        out,
+        lse,
+        dq,
+        dk,
+        dv,
+        slopes,
+        dropout_p,
+        scale,
+        causal,
+        -1,
+        -1,
+        0.0,
+        deterministic,
+        generator,
+        state if dropout_p else None,
     )
 
 
