@@ -48,8 +48,8 @@ def kernels_by_hand() -> dict:
     return ways
 
 
-def pair(name, by_hand, ours, rows, gradients=None):
-    """One row: both functions, or their forward and backward."""
+def pair(name, by_hand, ours, rows):
+    """One row of both functions."""
     functions = {"direct": by_hand, "attnreg": ours}
     try:
         for function in functions.values():
@@ -70,37 +70,39 @@ def with_gradients(function, tensors):
 
 def dense(rows) -> None:
     for batch, size, heads, key_heads, dim in ((2, 2048, 32, 8, 128), (2, 8192, 32, 8, 128), (4, 4096, 32, 32, 64), (1, 16384, 64, 8, 128)):
-        title = f"causal prefill b{batch} s{size} hq{heads} hkv{key_heads} d{dim}"
         for name, by_hand in kernels_by_hand().items():
-            tensors = heads_last(batch, size, size, heads, key_heads, dim)
-            ours = lambda *t, name=name: attnreg.attention(*t, causal=True, backend=name)
-            pair(f"{title}, {name}", lambda: by_hand(*tensors), lambda: ours(*tensors), rows)
-            learned = [t.requires_grad_() for t in tensors]
-            pair(f"{title}, {name}, forward and backward", with_gradients(by_hand, learned), with_gradients(ours, learned), rows)
-            del tensors, learned
+            title = f"causal prefill b{batch} s{size} hq{heads} hkv{key_heads} d{dim}, {name}"
+            _dense(title, name, by_hand, heads_last(batch, size, size, heads, key_heads, dim), rows)
             torch.cuda.empty_cache()
 
 
+def _dense(title, name, by_hand, tensors, rows) -> None:
+    def ours(*tensors):
+        return attnreg.attention(*tensors, causal=True, backend=name)
+
+    pair(title, lambda: by_hand(*tensors), lambda: ours(*tensors), rows)
+    learned = [t.detach().requires_grad_() for t in tensors]
+    pair(f"{title}, forward and backward", with_gradients(by_hand, learned), with_gradients(ours, learned), rows)
+
+
 def decode(rows) -> None:
-    if attnreg.backends()["flash2"].reason_missing:
-        return
+    if not attnreg.backends()["flash2"].reason_missing:
+        for batch, keys in ((1, 32768), (32, 8192), (64, 1024)):
+            _decode(batch, keys, rows)
+
+
+def _decode(batch, keys, rows) -> None:
     from flash_attn import flash_attn_with_kvcache
 
-    for batch, keys in ((1, 32768), (32, 8192), (64, 1024)):
-        tensors = heads_last(batch, 1, keys, 32, 8, 128)
-        lengths = torch.full((batch,), keys, dtype=torch.int32, device="cuda")
-        pair(
-            f"decode b{batch} kv{keys}, flash2 with lengths",
-            lambda: flash_attn_with_kvcache(*tensors, cache_seqlens=lengths, causal=True),
-            lambda: attnreg.attention(*tensors, key_lengths=lengths, causal=True, finite_padding=True, backend="flash2"),
-            rows,
-        )
-        pair(
-            f"decode b{batch} kv{keys}, automatic against flash2",
-            lambda: flash_attn_with_kvcache(*tensors, cache_seqlens=lengths, causal=True),
-            lambda: attnreg.attention(*tensors, causal=True),
-            rows,
-        )
+    tensors = heads_last(batch, 1, keys, 32, 8, 128)
+    lengths = torch.full((batch,), keys, dtype=torch.int32, device="cuda")
+
+    def by_hand():
+        return flash_attn_with_kvcache(*tensors, cache_seqlens=lengths, causal=True)
+
+    measured = {"key_lengths": lengths, "causal": True, "finite_padding": True}
+    pair(f"decode b{batch} kv{keys}, flash2", by_hand, lambda: attnreg.attention(*tensors, **measured, backend="flash2"), rows)
+    pair(f"decode b{batch} kv{keys}, automatic against flash2", by_hand, lambda: attnreg.attention(*tensors, causal=True), rows)
 
 
 def left_padded(rows) -> None:

@@ -105,13 +105,12 @@ def runner(tensors, options, backend: str, backward: bool):
     return lambda: torch.autograd.grad(attnreg.attention(*tensors, **options, backend=backend), tensors, upstream)
 
 
-def too_large(entry: dict, text: str) -> bool:
-    """Backends that keep all scores are not tried where those would fill the card."""
-    squares = entry["batch"] * entry["heads"] * entry["queries"] * entry["keys"] * 4
-    return squares > 20e9 and "mask" in text + "scores"
+def too_large(entry: dict) -> bool:
+    """Backends that keep all scores, or a mask for each, are not tried where those would take more than 20 GB."""
+    return entry["batch"] * entry["heads"] * entry["queries"] * entry["keys"] * 4 > 20e9
 
 
-def measured(entry: dict, seconds: float, slow: set[str]) -> dict:
+def measured(entry: dict, seconds: float) -> dict:
     tensors, options = prepared(entry)
     selection = attnreg.explain(*tensors, **options)
     able = [n for n in ([selection.chosen.name] if selection.chosen else []) + list(selection.able) if n not in CANDIDATES_LEFT_OUT]
@@ -119,7 +118,7 @@ def measured(entry: dict, seconds: float, slow: set[str]) -> dict:
     for name in able:
         own = attnreg.explain(*tensors, **options, backend=name)
         quadratic = any("Sk)" in text or "scores" in text for text in (*own.emulations, *own.notes))
-        if quadratic and too_large(entry, "mask"):
+        if quadratic and too_large(entry):
             failed[name] = "left out: would keep all scores"
             continue
         function = runner(tensors, options, name, entry["backward"])
@@ -165,7 +164,7 @@ def main() -> None:
     folder = pathlib.Path(arguments.out)
     folder.mkdir(parents=True, exist_ok=True)
     for number, entry in enumerate(entries):
-        results.append(measured(entry, share * 0.7, set()))
+        results.append(measured(entry, share * 0.7))
         r = results[-1]
         print(
             f"{number + 1}/{len(entries)} {time.perf_counter() - start:.0f} s",

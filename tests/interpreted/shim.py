@@ -15,8 +15,8 @@ import torch
 
 torch.cuda.device = lambda *a, **k: contextlib.nullcontext()
 
-import flash_attn.flash_attn_interface as interface
-from flash_attn.flash_attn_triton_amd import utils
+import flash_attn.flash_attn_interface as interface  # noqa: E402 - reads the switches above
+from flash_attn.flash_attn_triton_amd import utils  # noqa: E402
 
 port = interface.flash_attn_gpu
 _fwd, _bwd, _varlen_fwd, _varlen_bwd, _fwd_kvcache = port.fwd, port.bwd, port.varlen_fwd, port.varlen_bwd, port.fwd_kvcache
