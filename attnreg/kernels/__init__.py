@@ -11,10 +11,13 @@ from ..hookspecs import hookimpl
 @hookimpl
 def attnreg_backends() -> Sequence[Backend]:
     from .cudnn import cudnn
+    from .flash2 import flash2
+    from .flash3 import flash3
+    from .flash4 import flash4
     from .flex import flex
     from .reference import reference
     from .sdpa import sdpa
     from .varlen import varlen
     from .xformers import xformers
 
-    return [cudnn, varlen, sdpa, xformers, flex, reference]
+    return [flash4, flash3, flash2, cudnn, varlen, sdpa, xformers, flex, reference]

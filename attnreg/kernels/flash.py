@@ -1,0 +1,251 @@
+"""What flash-attn 2, 3 and 4 have in common: the ways by which a call reaches a kernel, and what is put right around it.
+
+Four ways, a function of the spec: "dense" as it is; "segments" for packed rows; "cached" where every row's keys are one run of slots in a
+buffer, or pages, which the inference kernels read in place; "gathered" where padding is dropped in a copy and the result is put back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch.nn.functional import pad
+
+from ..backend import Output
+from ..call import AttentionCall
+from ..capabilities import EMULATED, NATIVE, Reason, Support
+from ..spec import AttentionSpec, Feature
+from ..visibility import real_queries
+from .rows import rows_of
+
+NEGATIVE_INFINITY = float("-inf")
+Result = tuple[torch.Tensor, "torch.Tensor | None"]
+"""Output (B, Sq, Hq, Dv) or (T, Hq, Dv), and the lse (B, Hq, Sq) or (Hq, T) as the kernel gives it, or None."""
+
+
+class Kernels(NamedTuple):
+    """One library's three functions, each with the call for its options."""
+
+    dense: Callable[..., Result]
+    """(call, query, key, value)"""
+    segments: Callable[..., Result]
+    """(call, query, key, value, cu_query, cu_key, longest_query, longest_key)"""
+    cached: Callable[..., Result]
+    """(call, query, keys, values, lengths, starts or None, block_table or None); lengths, starts and table are int32"""
+    reads_lengths: bool = True
+    """The cached function takes the length of each row."""
+    reads_starts: bool = True
+    """The cached function takes the first slot of each row."""
+    value_dim: Callable[[int, int, bool], bool] = lambda head_dim, value_dim, gradients: head_dim == value_dim
+    """Whether the kernels take this head dim with this value dim, with gradients or without; else both are padded to the larger."""
+    reads_whole_tiles: bool = False
+    """Values past the end of a row's keys are loaded and multiplied by 0, so that they must be finite."""
+
+
+def way_for(spec: AttentionSpec, kernels: Kernels) -> str:
+    """How a spec reaches the kernel: "dense", "segments", "cached" or "gathered"."""
+    if spec.page_size:
+        return "cached"
+    if spec.packed:
+        return "segments"
+    if not (spec.key_mask or spec.key_lengths or spec.query_lengths or spec.key_starts):
+        return "dense"
+    if spec.gradients or spec.dropout or spec.compiling or spec.query_lengths:
+        return "gathered"
+    measured = spec.key_lengths or spec.key_starts
+    if spec.key_starts or spec.key_mask == "left":
+        whole = not (measured and spec.key_mask)
+        return "cached" if whole and kernels.reads_starts else "gathered"
+    if spec.key_mask == "right" and not measured:
+        # The cached function aligns to the row's end. The one query that sees everything needs no diagonal.
+        free = not spec.distances or (spec.single_query and spec.window is None and spec.alibi is None and not spec.query_mask)
+        return "cached" if free and kernels.reads_lengths else "gathered"
+    return "cached" if spec.key_lengths and not spec.key_mask and kernels.reads_lengths else "gathered"
+
+
+def run_flash(call: AttentionCall, kernels: Kernels) -> Output:
+    """Runs a call in the layout (B, S, H, D) and gives it the contract's meaning."""
+    spec = call.spec
+    way = way_for(spec, kernels)
+    if way in ("segments", "gathered"):
+        rows = rows_of(call)
+        if rows.empty:
+            return _finished(call, *_pair(rows.nothing(call)), way)
+        # For one query a segment the kernels lay the heads of a group side by side, and count on every segment having that query.
+        longest_query, longest_key = rows.longest
+        if longest_query == 1 and not rows.every_segment_asks:
+            longest_query = 2
+        value = rows.value
+        if kernels.reads_whole_tiles and way == "segments" and not spec.finite_padding and call.max_seqlens is not None:
+            value = _zero_past(value, rows.cu_key[-1], 0)
+        tensors = fitted(call, kernels, rows.query, rows.key, value)
+        output, lse = kernels.segments(call, *tensors, rows.cu_query, rows.cu_key, longest_query, longest_key)
+        output = rows.restored(output[..., : call.value_dim])
+        lse = rows.restored_lse(_normal(lse)) if call.return_lse or call.sinks is not None else None
+        return _finished(call, output, lse, way)
+    if way == "cached":
+        keys, values, table = call.key, call.value, None
+        if call.pages is not None:
+            keys, values, table = call.pages.keys, call.pages.values, call.pages.block_table.to(torch.int32)
+        lengths, starts = _extent(call)
+        ends_early = spec.key_lengths or spec.key_mask == "right"
+        if kernels.reads_whole_tiles and table is None and ends_early and not spec.finite_padding:
+            values = _zero_past(values, lengths[:, None], 1)
+        output, lse = kernels.cached(call, *fitted(call, kernels, call.query, keys, values), lengths, starts, table)
+    else:
+        query = call.query
+        if call.query_mask is not None and spec.gradients and not spec.finite_padding:
+            # A NaN in a padded query would reach the gradients of the keys, as 0 * NaN.
+            query = query.masked_fill(~call.query_mask[:, :, None, None], 0.0)
+        output, lse = kernels.dense(call, *fitted(call, kernels, query, call.key, call.value))
+    lse = _normal(lse) if call.return_lse or call.sinks is not None else None
+    return _finished(call, output[..., : call.value_dim], lse, way)
+
+
+def fitted(call: AttentionCall, kernels: Kernels, query, key, value) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Head dims as the kernels take them, multiples of 8, with zeros; the scale stays that of the true one. Last stride 1."""
+    head_dim, value_dim = _eight(call.head_dim), _eight(call.value_dim)
+    if not kernels.value_dim(head_dim, value_dim, bool(call.spec.gradients)):
+        head_dim = value_dim = max(head_dim, value_dim)
+    sizes = (head_dim, head_dim, value_dim)
+    tensors = (pad(t, (0, n - t.shape[-1])) if t.shape[-1] != n else t for t, n in zip((query, key, value), sizes))
+    return tuple(t if t.stride(-1) == 1 else t.contiguous() for t in tensors)
+
+
+def _eight(size: int) -> int:
+    return size + -size % 8
+
+
+def _extent(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Where each row's keys end and, if not at slot 0, start: (B,) int32."""
+    lengths, starts = call.key_lengths, call.key_starts
+    if call.key_mask is not None:
+        if call.key_padding.form == "right":
+            lengths = call.key_padding.lengths
+        else:
+            starts = call.key_length - call.key_padding.lengths
+    if lengths is None:
+        lengths = torch.full((call.batch,), call.key_length, dtype=torch.int32, device=call.device)
+    return lengths.to(torch.int32), None if starts is None else torch.minimum(starts, lengths).to(torch.int32)
+
+
+def _zero_past(value: torch.Tensor, end: torch.Tensor, dim: int) -> torch.Tensor:
+    slot = torch.arange(value.shape[dim], device=value.device)
+    return value.masked_fill((slot >= end)[..., None, None], 0.0)
+
+
+def _normal(lse: torch.Tensor) -> torch.Tensor:
+    """flash-attn 2, and 3 without keys, write +inf for a row that sees nothing."""
+    return lse.masked_fill(lse == float("inf"), NEGATIVE_INFINITY)
+
+
+def _pair(result: Output) -> Result:
+    return result if isinstance(result, tuple) else (result, None)
+
+
+def _finished(call: AttentionCall, output: torch.Tensor, lse: torch.Tensor | None, way: str) -> Output:
+    """The sink, and zeros at padded queries."""
+    if call.sinks is not None:
+        # out * exp(lse) / (exp(lse) + exp(sink)): the sink only enlarges the denominator.
+        sinks = call.sinks.float()[None, :, None]
+        if lse is None:  # nothing at all was computed
+            lse = torch.full((call.batch, call.query_heads, call.query_length), NEGATIVE_INFINITY, device=call.device)
+        output = (output * torch.sigmoid(lse - sinks).transpose(1, 2)[..., None]).to(call.query.dtype)
+        lse = torch.logaddexp(lse, sinks.expand_as(lse))
+    same = call.query_padding is not None and call.query_padding is call.key_padding and call.query_padding.form == "left"
+    # Queries before the first key of a causal call see nothing: the kernel has written their zeros.
+    zero_already = way == "gathered" or (same and call.causal and call.spec.equal_lengths and way == "cached")
+    if call.sinks is not None or (call.query_mask is not None and not zero_already):
+        queries = real_queries(call)
+        if queries is not None:
+            output = output.masked_fill(~queries[:, :, None, None], 0.0)
+            lse = None if lse is None else lse.masked_fill(~queries[:, None], NEGATIVE_INFINITY)
+    return (output, lse) if call.return_lse else output
+
+
+# ---------------------------------------------------------------------- rules and claims that all three share
+
+
+def padding_must_fit(kernels: Callable[[], Kernels]) -> Callable[[AttentionSpec], Reason | None]:
+    """A kernel that drops padding is exact only where dropping it moves no query against its keys (contract, section 3)."""
+
+    def rule(spec: AttentionSpec) -> Reason | None:
+        if way_for(spec, kernels()) != "gathered" or spec.padding_fits_packing:
+            return None
+        forms = f"keys {spec.key_mask or 'unmasked'}, queries {spec.query_mask or 'unmasked'}"
+        if spec.key_lengths or spec.key_starts or spec.query_lengths:
+            asked = f"causal, window or alibi with lengths or starts beside masks ({forms})"
+            remedy = "say the padding in one way: lengths and starts alone, or Padding alone"
+        elif "any" in (spec.key_mask, spec.query_mask):
+            asked = f"causal, window or alibi with padding ({forms}) that was not found to keep every distance when it is dropped"
+            remedy = "declare it: attnreg.packing.Padding.from_lengths(..., side=...) for keys and queries, or pad on the left"
+        else:
+            asked = f"causal, window or alibi with padding ({forms}) that moves queries against keys when it is dropped"
+            remedy = "give the same attnreg.packing.Padding as key_mask and query_mask, or key_lengths and query_lengths"
+        what = Feature.KEY_MASK if spec.key_mask else Feature.QUERY_MASK if spec.query_mask else Feature.KEY_LENGTHS
+        return Reason(what.value, asked, "padding whose tokens can be packed without moving", remedy)
+
+    return rule
+
+
+def padding_needs_the_host(kernels: Callable[[], Kernels]) -> Callable[[AttentionSpec], Reason | None]:
+    """The number of real tokens is a tensor size, which a graph can't learn from the device."""
+
+    def rule(spec: AttentionSpec) -> Reason | None:
+        if not (spec.compiling or spec.capturing):
+            return None
+        way = way_for(spec, kernels())
+        if way == "gathered" or (way == "cached" and spec.compiling):
+            mode = Feature.COMPILE if spec.compiling else Feature.CAPTURE
+            return Reason(mode.value, "with padding or pages", "without, or packed rows", "pack once, outside, and give cu_seqlens")
+        return None
+
+    return rule
+
+
+def no_sink_gradients(spec: AttentionSpec) -> Reason | None:
+    if spec.sinks and spec.gradients:
+        return Reason(Feature.SINKS.value, "with gradients", "forward only: the sink is put in after the kernel, from its lse")
+    return None
+
+
+def padding_support(kernels: Callable[[], Kernels]) -> Callable[[AttentionSpec], Support]:
+    gathered = EMULATED("gathers the real tokens and scatters the result")
+    return lambda spec: gathered if way_for(spec, kernels()) == "gathered" else NATIVE
+
+
+def head_dim_notes(spec: AttentionSpec) -> Sequence[str]:
+    return ("pads head dims to multiples of 8, in copies",) if spec.head_dim % 8 or spec.value_dim % 8 else ()
+
+
+def notes_for(spec: AttentionSpec, kernels: Kernels) -> Sequence[str]:
+    way = way_for(spec, kernels)
+    notes = [f"{way} keys" if way == "cached" else way, *head_dim_notes(spec)]
+    if way == "gathered":
+        known = "known to fit packing" if spec.padding_fits_packing else "without distances"
+        notes.append(f"drops padding, which is {known}; the same Padding object is packed once for all layers")
+        if spec.key_lengths or spec.query_lengths or spec.key_starts:
+            notes.append("counts the real tokens on the host: one copy a call; attnreg.packing.Padding with known lengths spares it")
+    if way == "segments":
+        notes.append("without max_seqlens, reads cu_seqlens on the host: one copy a call")
+    return notes
+
+
+def pages_rule(multiple: int) -> Callable[[AttentionSpec], Reason | None]:
+    def rule(spec: AttentionSpec) -> Reason | None:
+        if not spec.page_size:
+            return None
+        paged = Feature.PAGED.value
+        if spec.page_size % multiple:
+            return Reason(paged, f"pages of {spec.page_size} slots", f"pages of a multiple of {multiple} slots")
+        if spec.head_dim % 8 or spec.value_dim != spec.head_dim:
+            dims = f"head dim {spec.head_dim}, value dim {spec.value_dim}"
+            return Reason(paged, dims, "equal ones, a multiple of 8: pages are not copied")
+        if spec.gradients or spec.dropout:
+            return Reason(paged, "with gradients or dropout", "inference")
+        if spec.key_mask or spec.key_starts or spec.query_lengths or spec.packed:
+            return Reason(paged, "with key_mask, key_starts, query_lengths or cu_seqlens", "with key_lengths")
+        return None
+
+    return rule

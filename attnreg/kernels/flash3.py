@@ -1,0 +1,213 @@
+"""flash-attn 3 (arXiv:2407.08608), for Hopper: `flash_attn_interface`, or the forward-only build on PyPI, `fa3_fwd_interface`.
+
+Much is left out of a build by switches, which the package writes down: `CONFIG["build_flags"]` of its config module.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from ..backend import Backend, Output
+from ..call import AttentionCall
+from ..capabilities import EMULATED, NATIVE, Capabilities, Dims, Reason, Support
+from ..spec import AttentionSpec, Feature
+from .flash import (
+    Kernels,
+    Result,
+    no_sink_gradients,
+    notes_for,
+    padding_must_fit,
+    padding_needs_the_host,
+    padding_support,
+    pages_rule,
+    run_flash,
+)  # fmt: skip
+from .installed import Library, find
+
+INSTALL = "build flash-attention/hopper (python setup.py install), or pip install fa3-fwd for bfloat16 without a backward pass"
+_INTERFACES = ("flash_attn_interface", "flash_attn_3.flash_attn_interface", "fa3_fwd_interface")
+
+
+class _Found:
+    """Looked for once, when the claims or the reason missing are asked for."""
+
+    library: Library | Reason | None = None
+    flags: Mapping[str, bool] | None = None
+
+
+def library() -> Library | Reason:
+    if _Found.library is None:
+        _Found.library = find(["flash-attn-3", "flashattn-hopper", "fa3-fwd"], _INTERFACES, INSTALL)
+        if isinstance(_Found.library, Library):
+            _Found.flags = _build_flags(_Found.library.module.__name__)
+    return _Found.library
+
+
+def _build_flags(interface: str) -> Mapping[str, bool]:
+    """The switches of the build that `interface` belongs to; a build too old to tell left nothing out."""
+    try:
+        module = importlib.import_module(interface.replace("_interface", "_config"))
+        return dict(module.CONFIG["build_flags"])
+    except (ImportError, AttributeError, KeyError, TypeError):
+        return {}
+
+
+# ---------------------------------------------------------------------- the three functions
+
+
+def _dense(call: AttentionCall, query, key, value) -> Result:
+    return _pair(library().module.flash_attn_func(query, key, value, **_options(call)))
+
+
+def _segments(call: AttentionCall, query, key, value, cu_query, cu_key, longest_query, longest_key) -> Result:
+    function = library().module.flash_attn_varlen_func
+    return _pair(function(query, key, value, cu_query, cu_key, longest_query, longest_key, **_options(call)))
+
+
+def _cached(call: AttentionCall, query, keys, values, lengths, starts, table) -> Result:
+    options = _options(call)
+    options["return_softmax_lse"] = options.pop("return_attn_probs", False)
+    options.pop("deterministic", None)
+    if starts is not None:
+        options["cache_leftpad"] = starts
+    if table is not None:
+        options["page_table"] = table
+    return _pair(library().module.flash_attn_with_kvcache(query, keys, values, cache_seqlens=lengths, **options))
+
+
+def _pair(result) -> Result:
+    """Builds from before 2025-08-29 return the lse unasked."""
+    return (result[0], result[1]) if isinstance(result, (tuple, list)) else (result, None)
+
+
+def _options(call: AttentionCall) -> dict:
+    options = {"softmax_scale": call.scale, "causal": call.causal}
+    if call.window is not None:
+        left, right = call.window
+        options["window_size"] = (-1 if left is None else left, 0 if call.causal else -1 if right is None else right)
+    if call.softcap is not None:
+        options["softcap"] = call.softcap
+    if call.deterministic and call.spec.gradients:
+        options["deterministic"] = True
+    if call.return_lse or call.sinks is not None:
+        options["return_attn_probs"] = True
+    return options
+
+
+def takes_dims(head_dim: int, value_dim: int, gradients: bool, flags: Mapping[str, bool]) -> bool:
+    """The pairs that have a kernel of their own, forward; others are padded."""
+    if head_dim == value_dim:
+        return True
+    wide = head_dim <= 64 and value_dim <= 512 and not flags.get("FLASH_ATTENTION_DISABLE_HDIMDIFF64")
+    narrow = 128 < head_dim <= 192 and 96 < value_dim <= 128 and not flags.get("FLASH_ATTENTION_DISABLE_HDIMDIFF192")
+    return not gradients and (wide or narrow)
+
+
+def run_flash3(call: AttentionCall) -> Output:
+    library()
+    return run_flash(call, kernels(tuple(sorted((_Found.flags or {}).items()))))
+
+
+# ---------------------------------------------------------------------- the claims
+
+
+@functools.lru_cache(maxsize=16)
+def kernels(flags: tuple[tuple[str, bool], ...]) -> Kernels:
+    known = dict(flags)
+    return Kernels(_dense, _segments, _cached, value_dim=lambda *dims: takes_dims(*dims, known), reads_whole_tiles=True)
+
+
+def claims(flags: Mapping[str, bool]) -> Capabilities:
+    """What a build can do, by its switches (FLASHATTENTION_DISABLE_...)."""
+
+    def built(name: str) -> bool:
+        return not flags.get(f"FLASHATTENTION_DISABLE_{name}", False)
+
+    here = functools.partial(kernels, tuple(sorted(flags.items())))
+    padding = padding_support(here)
+    features = {
+        Feature.CAUSAL: NATIVE,
+        Feature.UNEQUAL_LENGTHS: NATIVE,
+        Feature.QUERY_MASK: padding,
+        Feature.SCALE: NATIVE,
+        Feature.LSE: NATIVE,
+        Feature.SINKS: EMULATED("scales the result by its lse and the sink"),
+        Feature.GROUPED_HEADS: NATIVE,
+        Feature.VALUE_DIM: functools.partial(_value_dim, flags),
+        Feature.CAPTURE: NATIVE,
+        Feature.DETERMINISTIC: NATIVE,
+    }
+    if built("VARLEN"):
+        features |= {
+            Feature.KEY_MASK: padding,
+            Feature.KEY_LENGTHS: padding,
+            Feature.QUERY_LENGTHS: padding,
+            Feature.KEY_STARTS: padding,
+            Feature.PACKED: NATIVE,
+        }
+    gained = {"LOCAL": Feature.WINDOW, "SOFTCAP": Feature.SOFTCAP, "PAGEDKV": Feature.PAGED, "BACKWARD": Feature.BACKWARD}
+    features |= {feature: NATIVE for switch, feature in gained.items() if built(switch)}
+    largest = max((size for size in (64, 96, 128, 192, 256) if built(f"HDIM{size}")), default=0)
+    return Capabilities(
+        features=features,
+        devices=("cuda",),
+        dtypes=(torch.float16, torch.bfloat16) if built("FP16") else (torch.bfloat16,),
+        head_dim=Dims(largest=largest),
+        value_dim=Dims(largest=512),
+        smallest_capability=(9, 0),
+        largest_capability=(9, 0),
+        rules=(
+            padding_must_fit(here), padding_needs_the_host(here), pages_rule(1), no_sink_gradients, _deterministic, functools.partial(_dims, flags),
+        ),
+    )  # fmt: skip
+
+
+def _value_dim(flags: Mapping[str, bool], spec: AttentionSpec) -> Support:
+    native = takes_dims(spec.head_dim, spec.value_dim, bool(spec.gradients), flags)
+    return NATIVE if native else EMULATED("pads the smaller of head dim and value dim")
+
+
+def _dims(flags: Mapping[str, bool], spec: AttentionSpec) -> Reason | None:
+    native = takes_dims(spec.head_dim, spec.value_dim, bool(spec.gradients), flags)
+    if not native and spec.value_dim > 256:
+        return Reason("value_dim", f"{spec.value_dim} with head dim {spec.head_dim}", "256; 512 with a head dim of 64 or less, forward")
+    return None
+
+
+def _deterministic(spec: AttentionSpec) -> Reason | None:
+    if spec.deterministic and spec.gradients and max(spec.head_dim, spec.value_dim) > 192:
+        return Reason(Feature.DETERMINISTIC.value, f"gradients with head dim {spec.head_dim}", "192 or less")
+    return None
+
+
+def _missing() -> Reason | None:
+    found = library()
+    return found if isinstance(found, Reason) else None
+
+
+def _claims_here() -> Capabilities:
+    library()
+    return claims(_Found.flags or {})
+
+
+flash3 = Backend(
+    name="flash3",
+    run=run_flash3,
+    capabilities=_claims_here,
+    priority=85,
+    missing=_missing,
+    family="flash",
+    notes=lambda spec: _notes(spec),
+    packs=True,
+)
+
+
+def _notes(spec: AttentionSpec) -> Sequence[str]:
+    notes = list(notes_for(spec, kernels(tuple(sorted((_Found.flags or {}).items())))))
+    if (spec.key_lengths or spec.key_mask == "right") and not spec.gradients and not spec.finite_padding:
+        notes.append("cleans values past the end in a copy; finite_padding=True spares it")
+    return notes

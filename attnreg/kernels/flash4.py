@@ -1,0 +1,216 @@
+"""flash-attn 4: `flash_attn.cute`, written in CuTe and compiled at the first call of each kind (seconds).
+
+It shares the folder `flash_attn` with flash-attn 2, whose wheel also ships an older `flash_attn/cute`: the last one installed wins, so the
+signature is looked at. Unlimited window sides are None, never -1; every call returns (output, lse or None).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+
+import torch
+
+from ..backend import Backend, Output
+from ..call import AttentionCall
+from ..capabilities import EMULATED, NATIVE, Capabilities, Dims, Reason, Support
+from ..spec import AttentionSpec, Feature
+from .flash import (
+    Kernels,
+    Result,
+    no_sink_gradients,
+    notes_for,
+    padding_must_fit,
+    padding_needs_the_host,
+    padding_support,
+    pages_rule,
+    run_flash,
+)  # fmt: skip
+from .installed import Library, find, without_parent
+
+INSTALL = "pip install 'flash-attn-4[cu13]' (after flash-attn 2, whose files it shares)"
+NEEDED = {
+    "flash_attn_func": ("softmax_scale", "causal", "window_size", "softcap", "deterministic", "return_lse"),
+    "flash_attn_varlen_func": (
+        "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "seqused_k", "page_table", "softmax_scale", "causal", "window_size",
+        "softcap", "deterministic", "return_lse",
+    ),
+}  # fmt: skip
+"""The arguments that `run` uses: a release that lacks one is refused."""
+
+
+class _Found:
+    """Looked for once, when the claims or the reason missing are asked for."""
+
+    library: Library | Reason | None = None
+
+
+def library() -> Library | Reason:
+    if _Found.library is None:
+        found = without_parent(find(["flash-attn-4"], ["flash_attn.cute"], INSTALL), "flash_attn.cute")
+        _Found.library = _fitting(found) if isinstance(found, Library) else found
+    return _Found.library
+
+
+def _fitting(found: Library) -> Library | Reason:
+    for name, arguments in NEEDED.items():
+        function = getattr(found.module, name, None)
+        there = inspect.signature(function).parameters if callable(function) else {}
+        lacking = [a for a in arguments if a not in there]
+        if lacking:
+            text = f"flash_attn.cute has no {name}" if not there else f"flash_attn.cute's {name} lacks {', '.join(lacking)}"
+            why = f"{text}: an old release, or the copy that flash-attn 2 brings"
+            return Reason("missing", "flash-attn-4 with its own files", f"flash-attn-4 {found.version}; {why}", f"reinstall it: {INSTALL}")
+    return found
+
+
+# ---------------------------------------------------------------------- the three functions
+
+
+def _dense(call: AttentionCall, query, key, value) -> Result:
+    return library().module.flash_attn_func(query, key, value, **_options(call))[:2]
+
+
+def _segments(call: AttentionCall, query, key, value, cu_query, cu_key, longest_query, longest_key) -> Result:
+    return library().module.flash_attn_varlen_func(
+        query, key, value, cu_seqlens_q=cu_query, cu_seqlens_k=cu_key, max_seqlen_q=longest_query, max_seqlen_k=longest_key, **_options(call)
+    )[:2]  # fmt: skip
+
+
+def _cached(call: AttentionCall, query, keys, values, lengths, starts, table) -> Result:
+    options = _options(call)
+    if table is not None:
+        options["page_table"] = table
+    return library().module.flash_attn_varlen_func(query, keys, values, seqused_k=lengths, **options)[:2]
+
+
+def _options(call: AttentionCall) -> dict:
+    options = {"softmax_scale": call.scale, "causal": call.causal}
+    if call.window is not None:
+        left, right = call.window
+        options["window_size"] = (left, 0 if call.causal else right)
+    if call.softcap is not None:
+        options["softcap"] = call.softcap
+    if call.deterministic and call.spec.gradients:
+        options["deterministic"] = True
+    if call.return_lse or call.sinks is not None:
+        options["return_lse"] = True
+    return options
+
+
+def takes_dims(head_dim: int, value_dim: int, gradients: bool) -> bool:
+    """Unequal ones are taken forward on a Hopper; with gradients grouped heads would not be, and elsewhere only some pairs."""
+    return head_dim == value_dim or (not gradients and (head_dim, value_dim) == (192, 128))
+
+
+_KERNELS = Kernels(_dense, _segments, _cached, reads_starts=False, value_dim=takes_dims, reads_whole_tiles=True)
+
+
+def run_flash4(call: AttentionCall) -> Output:
+    return run_flash(call, _KERNELS)
+
+
+# ---------------------------------------------------------------------- the claims
+
+
+def _here() -> Kernels:
+    return _KERNELS
+
+
+def claims(version: str) -> Capabilities:
+    """What the library can do; the card decides more than the version does (`_by_card`)."""
+    padding = padding_support(_here)
+    features = {
+        Feature.CAUSAL: NATIVE,
+        Feature.UNEQUAL_LENGTHS: NATIVE,
+        Feature.WINDOW: NATIVE,
+        Feature.QUERY_MASK: padding,
+        Feature.KEY_MASK: padding,
+        Feature.KEY_LENGTHS: padding,
+        Feature.QUERY_LENGTHS: padding,
+        Feature.KEY_STARTS: padding,
+        Feature.PACKED: NATIVE,
+        Feature.PAGED: NATIVE,
+        Feature.SOFTCAP: NATIVE,
+        Feature.SINKS: EMULATED("scales the result by its lse and the sink"),
+        Feature.SCALE: NATIVE,
+        Feature.LSE: NATIVE,
+        Feature.GROUPED_HEADS: NATIVE,
+        Feature.VALUE_DIM: _value_dim,
+        Feature.BACKWARD: NATIVE,
+        Feature.CAPTURE: NATIVE,
+        Feature.DETERMINISTIC: NATIVE,
+    }
+    return Capabilities(
+        features=features,
+        devices=("cuda",),
+        dtypes=(torch.float16, torch.bfloat16),
+        head_dim=Dims(largest=256),
+        value_dim=Dims(largest=256),
+        smallest_capability=(8, 0),
+        largest_capability=(12, 1),
+        rules=(padding_must_fit(_here), padding_needs_the_host(_here), pages_rule(1), no_sink_gradients, _by_card, _dims_by_card),
+    )
+
+
+def _value_dim(spec: AttentionSpec) -> Support:
+    native = takes_dims(spec.head_dim, spec.value_dim, bool(spec.gradients))
+    return NATIVE if native else EMULATED("pads the smaller of head dim and value dim")
+
+
+def _by_card(spec: AttentionSpec) -> Reason | None:
+    """What the library asserts for each architecture."""
+    if spec.capability is None:
+        return None
+    major = spec.capability[0]
+    if major == 8 and spec.gradients:
+        return Reason(Feature.BACKWARD.value, "on a card of compute capability 8", "9.0 or newer")
+    if major in (8, 12) and spec.page_size:
+        return Reason(Feature.PAGED.value, f"on a card of compute capability {major}", "9.0 to 11")
+    if major == 12 and spec.deterministic and spec.gradients:
+        return Reason(Feature.DETERMINISTIC.value, "gradients on a card of compute capability 12", "9.0 to 11")
+    return None
+
+
+def _dims_by_card(spec: AttentionSpec) -> Reason | None:
+    if spec.capability is None or spec.capability[0] == 9:
+        return None
+    size = max(spec.head_dim, spec.value_dim)
+    pair = spec.capability[0] in (10, 11) and takes_dims(spec.head_dim, spec.value_dim, bool(spec.gradients)) and size in (192, 256)
+    if size > 128 and not (pair and (size == 256 or spec.value_dim == 128)):
+        return Reason("head_dim", str(size), "128 or less on this card")
+    return None
+
+
+def _missing() -> Reason | None:
+    found = library()
+    return found if isinstance(found, Reason) else None
+
+
+def _claims_here() -> Capabilities:
+    found = library()
+    return claims(found.version if isinstance(found, Library) else "4.0.0b36")
+
+
+def _notes(spec: AttentionSpec) -> Sequence[str]:
+    notes = [*notes_for(spec, _KERNELS), "compiles a kernel at the first call of its kind (seconds)"]
+    if (spec.key_lengths or spec.key_mask == "right") and not spec.gradients and not spec.finite_padding:
+        notes.append("cleans values past the end in a copy; finite_padding=True spares it")
+    return notes
+
+
+def _priority(spec: AttentionSpec) -> int:
+    """Without split keys on a Hopper, one query leaves most of the card idle."""
+    return 70 if spec.single_query else 90
+
+
+flash4 = Backend(
+    name="flash4",
+    run=run_flash4,
+    capabilities=_claims_here,
+    priority=_priority,
+    missing=_missing,
+    family="flash",
+    notes=_notes,
+    packs=True,
+)

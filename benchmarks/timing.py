@@ -1,0 +1,42 @@
+"""Times on a CUDA card: medians of event-timed repeats, interleaved, so that a warm or a busy card meets every candidate alike."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+
+import torch
+
+
+def warmed(function: Callable[[], object], seconds: float = 60.0) -> float:
+    """Runs once, compilation included, then once more; the second run's milliseconds."""
+    start = time.perf_counter()
+    function()
+    torch.cuda.synchronize()
+    if time.perf_counter() - start > seconds:
+        raise TimeoutError(f"its first run took {time.perf_counter() - start:.0f} s")
+    return _once(function)
+
+
+def interleaved(functions: Mapping[str, Callable[[], object]], seconds: float = 0.4, most: int = 40, least: int = 5) -> dict[str, float]:
+    """Median milliseconds of each function. `seconds` bounds what all of them take together, beyond the least number of rounds."""
+    times: dict[str, list[float]] = {name: [] for name in functions}
+    start = time.perf_counter()
+    for turn in range(most):
+        if turn >= least and time.perf_counter() - start > seconds:
+            break
+        for name, function in functions.items():
+            times[name].append(_once(function))
+    return {name: statistics.median(each) for name, each in times.items()}
+
+
+def _once(function: Callable[[], object]) -> float:
+    before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    # Work for the card to be busy with, so that the host's time to enqueue the call is not what is measured.
+    torch.cuda._sleep(400_000)
+    before.record()
+    function()
+    after.record()
+    after.synchronize()
+    return before.elapsed_time(after)

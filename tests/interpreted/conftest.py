@@ -1,0 +1,1 @@
+import shim  # noqa: F401 - before anything imports flash_attn
