@@ -84,9 +84,15 @@ def cudnn_operator(
 @pytest.fixture(params=["flash", "efficient", "cudnn"])
 def kernel(request, monkeypatch):
     """Backend "double": the CUDA way of `sdpa`, with whichever kernel fits as far as "flash" allows, or `cudnn`; on a CPU in float32."""
-    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", flash_forward, raising=False)
-    monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_efficient_attention", efficient, raising=False)
-    monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_cudnn_attention", cudnn_operator, raising=False)
+    operators = {
+        "_flash_attention_forward": flash_forward,
+        "_scaled_dot_product_efficient_attention": efficient,
+        "_scaled_dot_product_cudnn_attention": cudnn_operator,
+    }
+    for name, double in operators.items():
+        # torch's own modules, imported late, look for the overload.
+        double.default = getattr(torch.ops.aten, name).default
+        monkeypatch.setattr(torch.ops.aten, name, double)
     dtype = torch.bfloat16 if request.param == "flash" else torch.float32
     as_on_cuda = lambda spec: kernel_for(spec._replace(device="cuda", capability=(9, 0), dtype=dtype))
     monkeypatch.setattr(sdpa_module, "kernel_for", as_on_cuda)
