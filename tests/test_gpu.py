@@ -1,0 +1,206 @@
+"""On a CUDA device: the conformance suite of every backend that is here, the public faults in half precision, and the claimed modes.
+
+Skipped without a GPU. `ATTNREG_GPU_EXAMPLES` bounds the time: how many calls each conformance check draws (default 60).
+"""
+
+from __future__ import annotations
+
+import os
+
+import oracle
+import pytest
+import test_public_faults
+import torch
+
+import attnreg
+from attnreg import Feature
+from attnreg.select import NoBackendError
+
+HALF = (torch.bfloat16, torch.float16)
+EXAMPLES = int(os.environ.get("ATTNREG_GPU_EXAMPLES", "60"))
+here = torch.cuda.is_available()
+pytestmark = pytest.mark.skipif(not here, reason="needs a CUDA device")
+NAMES = [name for name, b in attnreg.backends().items() if here and b.reason_missing is None and "cuda" in b.claims.devices] or [
+    "none, without a CUDA device"
+]
+
+
+def _suites() -> dict[str, type]:
+    """A test class for each backend; made fresh, since Hypothesis refuses to share a test between classes."""
+    try:
+        from attnreg.conformance import PROFILES, conformance_suite
+    except ImportError:
+        return {}
+    profile = PROFILES["ci"]._replace(examples=EXAMPLES, per_feature=max(EXAMPLES // 6, 1))
+    suites = {}
+    for name in NAMES if here else ():
+        taken = [t for t in HALF if t in attnreg.backends()[name].claims.dtypes]
+        suites[f"TestConformance_{name}"] = conformance_suite(name, devices=("cuda",), dtypes=taken, profile=profile)
+    return suites
+
+
+globals().update(_suites())
+
+
+def halved(case, dtype):
+    """A public fault with query, key and value in half precision; what is added to the scores keeps its own."""
+    call = test_public_faults.CASES[case]
+    return {name: value.to(dtype) if name in ("query", "key", "value") else value for name, value in call.items()}
+
+
+def on_gpu(value):
+    if isinstance(value, torch.Tensor):
+        return value.cuda()
+    if isinstance(value, tuple) and all(isinstance(part, torch.Tensor) for part in value):
+        moved = {id(part): part.cuda() for part in value}
+        return tuple(moved[id(part)] for part in value)
+    return value
+
+
+def make(queries=64, keys=64, heads=8, key_heads=2, dim=64, batch=2, dtype=torch.bfloat16, **options):
+    generator = torch.Generator("cuda").manual_seed(0)
+    shapes = ((batch, queries, heads, dim), (batch, keys, key_heads, dim), (batch, keys, key_heads, dim))
+    query, key, value = (torch.randn(shape, generator=generator, device="cuda").to(dtype) for shape in shapes)
+    return {"query": query, "key": key, "value": value, **options}
+
+
+def must_be_able(call, name, **features):
+    selection = attnreg.explain(**call, **features, backend=name)
+    if selection.chosen is None:
+        pytest.skip("; ".join(map(str, selection.rejected[name])))
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize("backend", NAMES)
+@pytest.mark.parametrize("case", test_public_faults.CASES)
+def test_public_faults(case, backend, dtype):
+    call = halved(case, dtype)
+    on_card = {name: on_gpu(value) for name, value in call.items()}
+    must_be_able(on_card, backend)
+    output = attnreg.attention(**on_card, backend=backend)
+    clean = {**call, **{n: torch.nan_to_num(call[n], posinf=0.0) for n in ("key", "value")}}
+    right, _ = oracle.attend(**{n: v for n, v in clean.items() if n != "finite_padding"})
+    limit = 8 * torch.finfo(dtype).eps * max(1.0, right.abs().max().item())
+    torch.testing.assert_close(output.cpu().double(), right, atol=limit, rtol=limit)
+
+
+# ---------------------------------------------------------------------- modes
+
+CALLS = {
+    "prefill": {"causal": True},
+    "decode": {"queries": 1, "keys": 300, "causal": True},
+    "chunk": {"queries": 40, "keys": 100, "causal": True},
+    "window": {"causal": True, "window": (16, 0)},
+    "lengths": {"queries": 1, "keys": 300, "causal": True, "key_lengths": "device"},
+    "segments": {"batch": 1, "queries": 96, "keys": 96, "causal": True, "cu_seqlens": "device", "max_seqlens": (64, 64)},
+}
+
+
+def called(name):
+    call = make(**CALLS[name])
+    if call.get("key_lengths") == "device":
+        call["key_lengths"] = torch.tensor([300, 17], device="cuda")
+    if call.get("cu_seqlens") == "device":
+        cu = torch.tensor([0, 20, 84, 90], dtype=torch.int32, device="cuda")
+        call["cu_seqlens"] = (cu, cu)
+    return call
+
+
+@pytest.mark.parametrize("backend", NAMES)
+@pytest.mark.parametrize("name", CALLS)
+def test_compiled_whole(name, backend):
+    call = called(name)
+    if Feature.COMPILE not in attnreg.backends()[backend].claims.features:
+        pytest.skip("does not claim compile")
+    must_be_able(call, backend)
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda **options: attnreg.attention(**options, backend=backend), fullgraph=True)
+    right = attnreg.attention(**call, backend="reference")
+    try:
+        output = compiled(**call)
+    except Exception as error:
+        if isinstance(error, NoBackendError) or "NoBackendError" in str(error):
+            pytest.skip("refuses this call while compiling")
+        raise
+    torch.testing.assert_close(output, right, atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("backend", NAMES)
+@pytest.mark.parametrize("name", CALLS)
+def test_captured_and_replayed(name, backend):
+    call = called(name)
+    if Feature.CAPTURE not in attnreg.backends()[backend].claims.features:
+        pytest.skip("does not claim capture")
+    must_be_able(call, backend)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            attnreg.attention(**call, backend=backend)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            output = attnreg.attention(**call, backend=backend)
+    except NoBackendError:
+        pytest.skip("refuses this call while capturing")
+    for tensor in ("query", "key", "value"):
+        call[tensor].copy_(torch.randn_like(call[tensor]))
+    graph.replay()
+    torch.cuda.synchronize()
+    torch.testing.assert_close(output, attnreg.attention(**call, backend="reference"), atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("backend", NAMES)
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+def test_deterministic_runs_are_equal_to_the_bit(backward, backend):
+    call = make(512, 512, causal=True)
+    if backward:
+        call.update({n: call[n].requires_grad_() for n in ("query", "key", "value")})
+    must_be_able(call, backend, deterministic=True)
+
+    def once():
+        output = attnreg.attention(**call, backend=backend, deterministic=True)
+        return (
+            (output, *torch.autograd.grad(output.square().sum(), [call[n] for n in ("query", "key", "value")])) if backward else (output,)
+        )
+
+    first = once()
+    for _ in range(5):
+        assert all(torch.equal(a, b) for a, b in zip(first, once()))
+
+
+@pytest.mark.parametrize("backend", NAMES)
+def test_a_batch_past_the_limit_of_one_launch(backend):
+    call = make(2, 2, heads=2, key_heads=1, dim=8, batch=65537)
+    if backend == "reference":
+        pytest.skip("computes the right answer itself")
+    must_be_able(call, backend)
+    output = attnreg.attention(**call, backend=backend)
+    torch.testing.assert_close(output, attnreg.attention(**call, backend="reference"), atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("backend", NAMES)
+@pytest.mark.parametrize("offset", [1, 4])
+def test_tensors_that_start_off_16_bytes(offset, backend):
+    call = make()
+    for name in ("query", "key", "value"):
+        room = call[name].new_zeros(call[name].numel() + offset)
+        room[offset:] = call[name].flatten()
+        call[name] = room[offset:].view(call[name].shape)
+    must_be_able(call, backend)
+    output = attnreg.attention(**call, causal=True, backend=backend)
+    torch.testing.assert_close(output, attnreg.attention(**call, causal=True, backend="reference"), atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("backend", NAMES)
+def test_gradients_past_the_last_segment_are_zero(backend):
+    call = called("segments")
+    del call["max_seqlens"]
+    for longest in ({}, {"max_seqlens": (64, 64)}):
+        tensors = {n: call[n].detach().requires_grad_() for n in ("query", "key", "value")}
+        must_be_able({**call, **tensors, **longest}, backend)
+        output = attnreg.attention(**{**call, **tensors, **longest}, backend=backend)
+        output.float().square().sum().backward()
+        for tensor in (output, *(t.grad for t in tensors.values())):
+            assert tensor.isfinite().all() and (tensor[:, 90:] == 0).all()
