@@ -146,6 +146,15 @@ def cache_suite(
                 self.pairs[at] = (cache, [self.tokens(0) if b == row else pair for b, pair in enumerate(model)])
             else:
                 cache.crop([len(key) for key, _ in model])
+            model = self.pairs[at][1]
+            if max(len(key) for key, _ in model) + n <= CAPACITY:
+                # The others grow past that row, so that its room is among the slots that a kernel reads.
+                counts = [1 if b == row else n for b in range(ROWS)]
+                query, new = self.query(n), [self.tokens(n) for _ in range(ROWS)]
+                output = attend(cache, query, *(torch.stack([pair[i] for pair in new]) for i in range(2)), query_lengths=counts)
+                model = [tuple(torch.cat([old[i], new[b][i][: counts[b]]]) for i in range(2)) for b, old in enumerate(model)]
+                self.pairs[at] = (cache, model)
+                self.check(output, query, model, counts)
 
         @rule(which=st.integers(0, 3), n=st.integers(1, 3))
         def fail(self, which: int, n: int) -> None:
