@@ -2,7 +2,7 @@
 
 from .attention import attention, explain, explain_spec, last_selection
 from .backend import Backend
-from .cache import DynamicCache, StaticCache
+from .cache import DynamicCache, PagedCache, SlidingCache, StaticCache
 from .call import AttentionCall, Pages
 from .capabilities import EMULATED, NATIVE, Capabilities, Dims, Reason, Support
 from .hookspecs import hookimpl
@@ -26,9 +26,11 @@ __all__ = [
     "Feature",
     "NoBackendError",
     "Padding",
+    "PagedCache",
     "Pages",
     "Reason",
     "Selection",
+    "SlidingCache",
     "StaticCache",
     "Support",
     "attention",

@@ -325,6 +325,11 @@ class AttentionCall:
             self.key, self.value = key, value
         else:
             self.key = self.value = None
+            if query.dtype != step.pages.keys.dtype or query.shape[-1] != step.pages.keys.shape[-1]:
+                raise ValueError(
+                    f"query: dtype {step.pages.keys.dtype} and head dim {step.pages.keys.shape[-1]}, as in the cache, "
+                    f"got {query.dtype} and {query.shape[-1]}"
+                )
         if self.query is None:
             if query.dim() == 3 and n_heads is not None:
                 query, self.shape_given = query.unflatten(2, (n_heads, -1)), "flat"

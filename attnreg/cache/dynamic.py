@@ -48,7 +48,7 @@ class DynamicLayer:
         if key is None:
             if self._key is None:
                 raise ValueError("cache: nothing was appended yet, so key=None leaves nothing to say what the values' size is")
-            return self._step(self._key, self._value, self._lengths, None)
+            return self._step(self._key, self._value, self._lengths, None, self.slots(0))
         if self._key is None:
             starts = [0] * key.shape[0]
         else:
@@ -56,19 +56,20 @@ class DynamicLayer:
             starts = self._lengths
         counts = host_counts(counts, len(starts), key.shape[1])
         after = [start + count for start, count in zip(starts, counts)]
-        slots, keys, values = max(after, default=0), self._key, self._value
+        longest, keys, values = max(after, default=0), self._key, self._value
+        slots = max(starts, default=0) + key.shape[1]
         if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (key, value, keys, values)):
-            keys, values = (_appended(old, new, starts, counts, slots) for old, new in ((keys, key), (values, value)))
-            return self._step(keys, values, after, (None, None, starts, counts))
-        if keys is None or slots > keys.shape[1]:
-            room = slots + slots // 4 + 16
+            keys, values = (_appended(old, new, starts, counts, longest) for old, new in ((keys, key), (values, value)))
+            return self._step(keys, values, after, (None, None, starts, counts), slots)
+        if keys is None or longest > keys.shape[1]:
+            room = longest + longest // 4 + 16
             keys, values = zeros((len(starts), room, *key.shape[2:]), key), zeros((len(starts), room, *value.shape[2:]), value)
-        return self._step(keys, values, after, (key, value, starts, counts))
+        return self._step(keys, values, after, (key, value, starts, counts), slots)
 
-    def _step(self, keys: torch.Tensor, values: torch.Tensor, lengths: list[int], new: Any) -> Step:
+    def _step(self, keys: torch.Tensor, values: torch.Tensor, lengths: list[int], new: Any, slots: int) -> Step:
         longest = max(lengths, default=0)
         ragged = None if not lengths or uniform(lengths) else on_device(lengths, keys.device)
-        return Step(keys[:, :longest], values[:, :longest], longest, ragged, new=None if new is None else (keys, values, lengths, *new))
+        return Step(keys[:, :longest], values[:, :longest], slots, ragged, new=None if new is None else (keys, values, lengths, *new))
 
     def write(self, step: Step) -> None:
         keys, values, _, key, value, starts, counts = step.new

@@ -28,7 +28,7 @@ def positions(layer: LayerCache, n_new: int, key_mask: torch.Tensor | None) -> t
         return slot
     # A sliding cache has dropped slots, and remembers how many of them were padding.
     dropped, padded = getattr(layer, "dropped", None), getattr(layer, "dropped_padding", None)
-    column = slot if dropped is None else slot - torch.as_tensor(dropped, device=device)[:, None]
+    column = slot if not dropped else slot - torch.as_tensor(dropped, device=device)[:, None]
     hidden = (~key_mask).long()
     before = (hidden.cumsum(1) - hidden).gather(1, column.clamp(0, key_mask.shape[1] - 1))
     if padded is not None:

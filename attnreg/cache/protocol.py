@@ -155,7 +155,7 @@ def places(starts: Sequence[int], counts: Sequence[int], device: torch.device) -
     rows = [b for b, c in enumerate(counts) for _ in range(c)]
     number = [i for c in counts for i in range(c)]
     slot = [starts[b] + i for b, i in zip(rows, number)]
-    table = torch.tensor([rows, slot, number]).to(device, non_blocking=True)
+    table = torch.tensor([rows, slot, number], dtype=torch.long).to(device, non_blocking=True)
     return table[0], table[1], table[2]
 
 

@@ -1,0 +1,300 @@
+"""The faults of the systems that attnreg grew out of, and other promises, by name."""
+
+import pytest
+import torch
+
+import attnreg
+from attnreg import DynamicCache, PagedCache, SlidingCache, StaticCache, attention
+from attnreg.cache import from_transformers, to_transformers
+
+
+def tensors(batch=2, size=9, heads=4, key_heads=2, dim=8, seed=0):
+    random = torch.Generator().manual_seed(seed)
+    return [torch.randn(batch, size, h, dim, generator=random) for h in (heads, key_heads, key_heads)]
+
+
+def caches(batch=2, capacity=16, key_heads=2, dim=8):
+    return {
+        "dynamic": DynamicCache(1),
+        "static": StaticCache(1, batch, capacity, key_heads, dim),
+        "paged": PagedCache(1, batch, 20, 4, key_heads, dim),
+        "sliding": SlidingCache(1, 16),
+    }
+
+
+ALL = pytest.mark.parametrize("kind", ["dynamic", "static", "paged", "sliding"])
+
+
+def chunked(cache, query, key, value, sizes, key_mask=None, **options):
+    out, i = [], 0
+    options.setdefault("window", (16, None))
+    for n in sizes:
+        mask = None
+        if key_mask is not None:
+            mask = torch.zeros(query.shape[0], cache.slots(n), dtype=torch.bool)
+            mask[:, : i + n] = key_mask[:, : i + n]
+        out.append(attention(query[:, i : i + n], key[:, i : i + n], value[:, i : i + n], cache=cache[0], causal=True, key_mask=mask, **options))
+        i += n
+    return torch.cat(out, 1)
+
+
+@ALL
+@pytest.mark.parametrize("sizes", [(3, 1), (1, 1, 1, 1)])
+def test_row_1_cached_equals_one_shot_and_the_callers_tensors_are_unchanged(kind, sizes):
+    query, key, value = tensors(size=4, heads=2)
+    before = key.clone(), value.clone()
+    cache = caches()[kind]
+    torch.testing.assert_close(chunked(cache, query, key, value, sizes), attention(query, key, value, causal=True), rtol=0, atol=1e-6)
+    assert cache.lengths.tolist() == [4, 4]
+    assert torch.equal(key, before[0]) and torch.equal(value, before[1])
+
+
+def test_row_2_an_empty_past_starts_a_cache():
+    cache = DynamicCache.from_legacy(())
+    query, key, value = tensors()
+    torch.testing.assert_close(
+        attention(query, key, value, cache=cache.layer(0), causal=True), attention(query, key, value, causal=True)
+    )  # fmt: skip
+
+
+@ALL
+def test_rows_3_and_4_left_padding_gives_zeros_and_leaks_nothing(kind):
+    query, key, value = tensors(size=4)
+    mask = torch.tensor([[False, False, True, True]] * 2)
+    key[:, :2], value[:, :2] = float("nan"), float("inf")  # row 5
+    out = chunked(caches()[kind], query, key, value, (3, 1), key_mask=mask)
+    assert (out[:, :2] == 0).all()
+    torch.testing.assert_close(out[:, 2:], attention(query[:, 2:], key[:, 2:], value[:, 2:], causal=True))
+
+
+@ALL
+def test_row_6_positions(kind):
+    cache = caches(batch=1)[kind]
+    mask = torch.zeros(1, cache.slots(4), dtype=torch.bool)
+    mask[:, 1:4] = True
+    assert cache.positions(4, mask).tolist() == [[0, 0, 1, 2]]
+    query, key, value = tensors(batch=1, size=4)
+    chunked(cache, query, key, value, (4,), key_mask=mask[:, :4])
+    mask = torch.ones(1, cache.slots(1), dtype=torch.bool)
+    mask[:, 0] = False
+    assert cache.positions(1, mask).tolist() == [[3]]
+
+
+def test_row_6_positions_of_a_sliding_cache_remember_dropped_padding():
+    cache, (query, key, value) = SlidingCache(1, 2), tensors(batch=1, size=6)
+    mask = torch.tensor([[False, True, True, True, True, True]])
+    attention(query, key, value, cache=cache[0], causal=True, window=(2, None), key_mask=mask)
+    assert cache.slots(1) == 3
+    assert cache.positions(1, torch.ones(1, 3, dtype=torch.bool)).tolist() == [[5]]
+
+
+def test_row_7_a_query_mask_with_a_past():
+    query, key, value = tensors(size=10)
+    cache = DynamicCache(1)
+    attention(query[:, :6], key[:, :6], value[:, :6], cache=cache[0], causal=True)
+    real = torch.tensor([[True, True, False, False]] * 2)
+    out = attention(query[:, 6:], key[:, 6:], value[:, 6:], cache=cache[0], causal=True, query_mask=real)
+    expected = attention(query[:, 6:], key, value, causal=True, query_mask=real, backend="reference")
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)
+
+
+@ALL
+@pytest.mark.parametrize("option", [{"window": (2, None)}, {"alibi_slopes": torch.tensor([0.5, 0.25, 0.1, 1.0])}])
+def test_rows_9_10_24_chunks_with_window_and_alibi(kind, option):
+    query, key, value = tensors(size=6)
+    expected = attention(query, key, value, causal=True, **option)
+    torch.testing.assert_close(chunked(caches()[kind], query, key, value, (2, 3, 1), **option), expected, rtol=1e-5, atol=1e-6)
+
+
+@ALL
+def test_row_14_four_chunks_of_four_with_padding(kind):
+    query, key, value = tensors(size=16)
+    mask = torch.ones(2, 16, dtype=torch.bool)
+    mask[0, -2:] = False
+    expected = attention(query, key, value, causal=True, key_mask=mask)
+    torch.testing.assert_close(chunked(caches()[kind], query, key, value, (4,) * 4, key_mask=mask), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_row_16_a_mask_covers_past_and_new():
+    query, key, value = tensors(size=5)
+    cache = DynamicCache(1)
+    mask = torch.tensor([[False, True, True, True, True]] * 2)
+    chunked(cache, query, key, value, (4,), key_mask=mask)
+    with pytest.raises(ValueError, match=r"\(2, 5\).*\(2, 1\)"):
+        attention(query[:, 4:], key[:, 4:], value[:, 4:], cache=cache[0], causal=True, key_mask=mask[:, 4:])
+    out = attention(query[:, 4:], key[:, 4:], value[:, 4:], cache=cache[0], causal=True, key_mask=mask)
+    torch.testing.assert_close(out, attention(query, key, value, causal=True, key_mask=mask)[:, 4:])
+
+
+@pytest.mark.parametrize(
+    ("layout", "turn"),
+    [("bshd", lambda k: k), ("bhsd", lambda k: k.transpose(1, 2)), ("flat", lambda k: k.flatten(2)), ("bhds", lambda k: k.permute(0, 2, 3, 1))],
+)
+def test_row_17_layouts_are_views(layout, turn):
+    query, key, value = tensors()
+    given = (turn(key[:, :8]).contiguous(), (turn if layout != "bhds" else lambda v: v.transpose(1, 2))(value[:, :8]).contiguous())
+    cache = DynamicCache.from_legacy([given], layout, **({"key_heads": 2} if layout == "flat" else {}))
+    assert cache[0].contents()[0].data_ptr() == given[0].data_ptr()
+    out = attention(query[:, 8:], key[:, 8:], value[:, 8:], cache=cache[0], causal=True)
+    torch.testing.assert_close(out, attention(query, key, value, causal=True)[:, 8:])
+    back = cache.to_legacy(layout)[0]
+    assert back[0].data_ptr() == cache[0].contents()[0].data_ptr()
+    torch.testing.assert_close(back[0][..., :8] if layout == "bhds" else turn(key), given[0] if layout == "bhds" else back[0])
+
+
+@ALL
+def test_row_19_a_chunk_after_a_past_is_causal(kind):
+    query, key, value = tensors(size=8)
+    torch.testing.assert_close(chunked(caches()[kind], query, key, value, (5, 3)), attention(query, key, value, causal=True), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "static", "paged"])
+def test_row_26_a_keyless_row_in_the_batch(kind):
+    query, key, value = tensors(size=1)
+    out = attention(query, key, value, cache=caches()[kind][0], causal=True, query_lengths=[1, 0])
+    torch.testing.assert_close(out[0, 0], value[0, 0].repeat_interleave(2, 0))
+    assert (out[1] == 0).all()
+
+
+def test_packed_steps_append_to_rows():
+    query, key, value = tensors(batch=1, size=7)
+    cu = torch.tensor([0, 3, 5])
+    cache = caches()["paged"]
+    out = attention(query, key, value, cache=cache[0], causal=True, cu_seqlens=(cu, cu))
+    torch.testing.assert_close(out, attention(query, key, value, causal=True, cu_seqlens=(cu, cu)), rtol=1e-5, atol=1e-6)
+    assert cache.lengths.tolist() == [3, 2]
+    assert "packs the output again" in str(attnreg.explain(query, key, value, cache=cache[0], causal=True, cu_seqlens=(cu, cu)))
+
+
+def test_gradients_only_through_the_dynamic_cache():
+    query, key, value = (t.requires_grad_() for t in tensors(size=4))
+    chunked(DynamicCache(1), query, key, value, (3, 1)).sum().backward()
+    got = key.grad.clone()
+    key.grad = None
+    attention(query, key, value, causal=True).sum().backward()
+    torch.testing.assert_close(got, key.grad)
+    for kind in ("static", "paged", "sliding"):
+        with pytest.raises(ValueError, match="use DynamicCache"):
+            chunked(caches()[kind], query, key, value, (4,))
+
+
+def test_static_says_capacity_length_and_new():
+    query, key, value = tensors(size=9)
+    cache = StaticCache(1, 2, 9, 2, 8)
+    chunked(cache, query, key, value, (9,))
+    with pytest.raises(ValueError, match="capacity 9, length 9, 1 new"):
+        chunked(cache, query[:, :1], key, value, (1,))
+
+
+def test_static_compiles_once_and_marks_overflow():
+    import torch._dynamo.testing
+
+    query, key, value = tensors(size=9)
+    cache = StaticCache(1, 2, 8, 2, 8)
+    count = torch._dynamo.testing.CompileCounter()
+    step = torch.compile(lambda q, k, v: attention(q, k, v, cache=cache[0], causal=True), backend=count, fullgraph=True)
+    expected = attention(query, key, value, causal=True)
+    for i in range(9):
+        out = step(*(t[:, i : i + 1] for t in (query, key, value)))
+        if i < 8:
+            torch.testing.assert_close(out, expected[:, i : i + 1], rtol=1e-5, atol=1e-6)
+    assert count.frame_count == 1
+    assert bool(cache.overflowed) and cache.lengths.tolist() == [8, 8]
+    assert torch.equal(cache[0].key, key[:, :8])
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA: a graph is captured")
+def test_static_decode_in_a_cuda_graph():
+    query, key, value = (t.cuda() for t in tensors(size=9, dim=64))
+    cache = StaticCache(1, 2, 8, 2, 64, device="cuda")
+    inputs = [t[:, :1].clone() for t in (query, key, value)]
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        attention(*inputs, cache=cache[0], causal=True)
+    torch.cuda.current_stream().wait_stream(side)
+    cache.reset()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = attention(*inputs, cache=cache[0], causal=True)
+    cache.reset()
+    expected = attention(query, key, value, causal=True)
+    for i in range(9):
+        for given, whole in zip(inputs, (query, key, value)):
+            given.copy_(whole[:, i : i + 1])
+        graph.replay()
+        if i < 8:
+            torch.testing.assert_close(out, expected[:, i : i + 1], rtol=1e-3, atol=1e-3)
+    assert bool(cache.overflowed) and cache.lengths.tolist() == [8, 8]
+
+
+def test_pages_run_out_with_nothing_lost_and_come_back():
+    query, key, value = tensors(size=8)
+    cache = PagedCache(1, 2, 3, 4, 2, 8)
+    attention(query[:, :4], key[:, :4], value[:, :4], cache=cache[0], causal=True)
+    with pytest.raises(ValueError, match="2 new pages of 4 slots needed, 1 of 3 are free"):
+        attention(query[:, 4:], key[:, 4:], value[:, 4:], cache=cache[0], causal=True)
+    assert cache.lengths.tolist() == [4, 4] and cache.free_pages == 1
+    cache.free([1])
+    assert cache.free_pages == 2 and cache.allocate() == 1
+    out = attention(query[:, 4:], key[:, 4:], value[:, 4:], cache=cache[0], causal=True, query_lengths=[4, 0])
+    torch.testing.assert_close(out[:1], attention(query, key, value, causal=True)[:1, 4:], rtol=1e-5, atol=1e-6)
+
+
+def test_pages_share_a_prefix_until_one_writes():
+    query, key, value = tensors(size=8)
+    cache = PagedCache(1, 2, 6, 4, 2, 8)
+    attention(query[:, :6], key[:, :6], value[:, :6], cache=cache[0], causal=True, query_lengths=[6, 0])
+    cache.share(0, 1)
+    assert cache.free_pages == 6 - 3
+    out = attention(query[:, 6:], key[:, 6:], value[:, 6:], cache=cache[0], causal=True)
+    for b in range(2):
+        past = [torch.cat([t[:1, :6], t[b : b + 1, 6:]], 1) for t in (key, value)]
+        torch.testing.assert_close(out[b : b + 1], attention(query[b : b + 1, 6:], *past, causal=True), rtol=1e-5, atol=1e-6)
+
+
+def test_gathered_pages_are_explained_with_their_cost():
+    query, key, value = tensors(size=1)
+    selection = attnreg.explain(query, key, value, cache=caches()["paged"][0], causal=True)
+    assert selection.chosen and "paged: gathers the pages into copies of key and value" in selection.emulations
+
+
+@ALL
+def test_explain_appends_nothing(kind):
+    cache = caches()[kind]
+    before = cache.lengths.tolist()
+    attnreg.explain(*tensors(), cache=cache[0], causal=True, window=(3, None))
+    assert cache.lengths.tolist() == before
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "static", "paged", "sliding"])
+def test_saved_and_resumed(kind, tmp_path):
+    pytest.importorskip("safetensors")
+    query, key, value = tensors()
+    cache, other = caches()[kind], caches()[kind]
+    chunked(cache, query[:, :8], key, value, (8,))
+    cache.save(tmp_path / "past.safetensors")
+    other.load(tmp_path / "past.safetensors")
+    out = attention(query[:, 8:], key[:, 8:], value[:, 8:], cache=other[0], causal=True, window=(16, None))
+    torch.testing.assert_close(out, attention(query, key, value, causal=True)[:, 8:], rtol=1e-5, atol=1e-6)
+    (tmp_path / "damaged").write_bytes((tmp_path / "past.safetensors").read_bytes()[:-9])
+    with pytest.raises(ValueError, match="damaged"):
+        other.load(tmp_path / "damaged")
+    with pytest.raises(ValueError, match="layers"):
+        DynamicCache(2).load(tmp_path / "past.safetensors")
+
+
+def test_transformers_caches_both_ways():
+    pytest.importorskip("transformers")
+    query, key, value = tensors()
+    cache = DynamicCache(1)
+    chunked(cache, query[:, :8], key, value, (8,))
+    theirs = to_transformers(cache)
+    assert theirs.get_seq_length() == 8
+    again = from_transformers(theirs)
+    out = attention(query[:, 8:], key[:, 8:], value[:, 8:], cache=again[0], causal=True)
+    torch.testing.assert_close(out, attention(query, key, value, causal=True)[:, 8:])
+
+
+def test_a_whole_cache_instead_of_a_layer_is_named():
+    with pytest.raises(TypeError, match=r"cache.layer\(i\)"):
+        attention(*tensors(), cache=DynamicCache(1))
