@@ -149,11 +149,15 @@ def _from_host_mask(
     if not mask.causal:
         return key, value
     used = mask.query_slot + mask.query_length
+    if isinstance(used, torch.Tensor) and used.device.type == "cpu" and not torch.compiler.is_compiling():
+        used = int(used)
     if isinstance(used, torch.Tensor):
         options["key_lengths"] = used.to(device=key.device, dtype=torch.int32).reshape(1).expand(key.shape[0])
         return key, value
     if used < key.shape[2]:
         key, value = key[:, :, :used], value[:, :, :used]
+        if mask.key_mask is not None and mask.key_mask.shape[1] > used:
+            options["key_mask"] = mask.key_mask[:, :used]
     return key, value
 
 
