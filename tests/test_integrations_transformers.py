@@ -13,6 +13,7 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 
 import attnreg  # noqa: E402
 from attnreg.integrations.transformers import HostMask, check, name_layers, register  # noqa: E402
+from attnreg.integrations.transformers.attention import _from_host_mask  # noqa: E402
 from attnreg.integrations.transformers.masks import host_mask, recognise  # noqa: E402
 
 VERSION = tuple(int(part) for part in transformers.__version__.split(".")[:2])
@@ -402,7 +403,21 @@ def test_the_spare_room_of_a_static_cache_is_left_away_or_said_by_lengths(spy):
         spy.calls.clear()
         more = torch.cat([inputs["attention_mask"], torch.ones(3, 1, dtype=torch.long)], 1)
         model(input_ids=inputs["input_ids"][:, :1], attention_mask=more, past_key_values=cache)
-    assert spy.calls[0]["key"].shape[2] == 20 and spy.calls[0]["key_lengths"].tolist() == [9, 9, 9]
+    assert spy.calls[0]["key"].shape[2] == 9 and spy.calls[0]["key_mask"].shape == (3, 9)
+    # On a device, or under the compiler, the offset is not read: lengths say the same.
+    key = torch.zeros(3, 2, 20, 8)
+    mask = masking(batch_size=3, kv_length=20, q_length=1, q_offset=torch.tensor(8, device="meta"), attention_mask=None)
+    options = {}
+    _from_host_mask(mask, key.to("meta"), key.to("meta"), None, options)
+    assert options["causal"] and options["key_lengths"].shape == (3,)
+
+
+def test_a_mask_of_the_new_tokens_only_is_refused():
+    """The fault of an old patch: with a past, the mask has a column for the past too."""
+    model, inputs = on(DECODERS["Llama"](), "attnreg"), padded("left")
+    past = model(**inputs, use_cache=True).past_key_values
+    with pytest.raises(ValueError, match="attention_mask: one column for every token so far, past and new, 9 in all; got 1"):
+        model(input_ids=inputs["input_ids"][:, :1], attention_mask=torch.ones(3, 1, dtype=torch.long), past_key_values=past)
 
 
 def test_dropout_only_in_training(spy):

@@ -100,7 +100,8 @@ def attention_function(backend: policy.Names | None) -> Callable[..., Result]:
             # A model's padding went through its own layers: it is finite where the model is. Static caches start as zeros.
             "finite_padding": True,
             "backend": backend,
-            "layer": layer_of(module),
+            # Named only where a policy asks, so that the layers of a forward are one repeated call.
+            "layer": layer_of(module) if policy.process.layers else None,
         }
         width = key.shape[2]
         if isinstance(attention_mask, HostMask):
@@ -126,7 +127,7 @@ def attention_function(backend: policy.Names | None) -> Callable[..., Result]:
 
         output = attnreg_attention(query, key, value, **options)
         if _recorder.arrived is not None and not torch.compiler.is_compiling():
-            _recorder.arrived[options["layer"] or f"layer {len(_recorder.arrived)}"] = last_selection()
+            _recorder.arrived[layer_of(module) or f"layer {len(_recorder.arrived)}"] = last_selection()
         weights = _weights(query, key, options, width) if output_attentions else None
         output = output if options["layout"] == "bshd" else output.transpose(1, 2)
         if segments is not None and attention_mask is not None and isinstance(attention_mask, HostMask):
@@ -148,11 +149,15 @@ def _from_host_mask(
     if not mask.causal:
         return key, value
     used = mask.query_slot + mask.query_length
+    if isinstance(used, torch.Tensor) and used.device.type == "cpu" and not torch.compiler.is_compiling():
+        used = int(used)
     if isinstance(used, torch.Tensor):
         options["key_lengths"] = used.to(device=key.device, dtype=torch.int32).reshape(1).expand(key.shape[0])
         return key, value
     if used < key.shape[2]:
         key, value = key[:, :, :used], value[:, :, :used]
+        if mask.key_mask is not None and mask.key_mask.shape[1] > used:
+            options["key_mask"] = mask.key_mask[:, :used]
     return key, value
 
 

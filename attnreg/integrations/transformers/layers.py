@@ -12,8 +12,6 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from ... import policy
-
 _NAME = "_attnreg_layer"
 
 
@@ -32,12 +30,10 @@ def layer_of(module: torch.nn.Module) -> str | None:
     if name is not None:
         return name
     if torch.compiler.is_compiling():
-        if policy.process.layers:
-            raise RuntimeError(
-                "use(..., layers=...) is in force, but the layers of this compiled model have no names yet: call "
-                "attnreg.integrations.transformers.name_layers(model) once, before compiling"
-            )
-        return None
+        raise RuntimeError(
+            "use(..., layers=...) is in force, but the layers of this compiled model have no names yet: call "
+            "attnreg.integrations.transformers.name_layers(model) once, before compiling"
+        )
     model = _model_around(module)
     if model is not None:
         name_layers(model)

@@ -138,6 +138,10 @@ def host_mask(
     keys = kv_length if isinstance(slot, torch.Tensor) or not pattern.causal else min(slot + q_length, kv_length)
     key_mask = query_mask = None
     if attention_mask is not None:
+        if pattern.causal and not isinstance(slot, torch.Tensor) and attention_mask.shape[1] < q_offset + q_length:
+            raise ValueError(
+                f"attention_mask: one column for every token so far, past and new, {q_offset + q_length} in all; got {attention_mask.shape[1]}"
+            )
         key_mask = _columns(attention_mask, kv_offset, keys)
         same_tokens = pattern.causal or not _may_cross(others.get("config"))
         if same_tokens and not isinstance(slot, torch.Tensor) and slot == 0 and q_length == keys:
