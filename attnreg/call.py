@@ -59,7 +59,7 @@ class AttentionCall:
     cu_seqlens: tuple[torch.Tensor, torch.Tensor] | None = None
     max_seqlens: tuple[int, int] | None = None
     lengths_given: Mapping[str, torch.Tensor] = types.MappingProxyType({})
-    """Lengths, starts and cu_seqlens as the caller's own tensors: what may be made once of them is known by their identity."""
+    """Lengths and starts as the caller's own tensors, by name: what is made once of them is known by their identity."""
     alibi_slopes: torch.Tensor | None = None
     softcap: float | None = None
     sinks: torch.Tensor | None = None
@@ -191,6 +191,7 @@ class AttentionCall:
         new = object.__new__(AttentionCall)
         new.__dict__.update(self.__dict__)
         new._spec = None
+        new.lengths_given = {name: given for name, given in self.lengths_given.items() if name not in changes}
         for name, value in changes.items():
             setattr(new, name, value)
         return new
@@ -633,7 +634,6 @@ class AttentionCall:
                 raise ValueError(f"max_seqlens: none below 0, got {max_seqlens!r}")
             self._check_longest(cu_seqlens, max_seqlens)
         self.cu_seqlens, self.max_seqlens = cu_seqlens, max_seqlens
-        self.lengths_given = {"cu_query": cu_seqlens[0], "cu_key": cu_seqlens[1]}
 
     def _check_longest(self, cu_seqlens: tuple[torch.Tensor, torch.Tensor], max_seqlens: tuple[int, int]) -> None:
         """A maximum that is too small would leave rows unread: checked where the segments can be seen."""

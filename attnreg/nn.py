@@ -180,7 +180,9 @@ def _positions(query: torch.Tensor, key_mask: torch.Tensor | Padding | None, cac
     """Position ids of the new tokens, (B or 1, S): contract section 5, without a cache as with an empty one."""
     length = query.shape[-2]
     if cache is not None:
-        return cache.positions(length, key_mask)
+        from .cache.positions import positions
+
+        return positions(cache, length, key_mask.mask if isinstance(key_mask, Padding) else key_mask)
     slot = torch.arange(length, device=query.device)
     if cu_seqlens is not None:
         cu = cu_seqlens[0]

@@ -208,6 +208,9 @@ def test_lengths_and_segments_are_remembered_by_the_callers_tensors():
     assert block_masks.remembered_block_mask(AttentionCall(*make(2, 140, 140), key_lengths=lengths, causal=True)) is first
     lengths[0] = 99
     assert block_masks.remembered_block_mask(AttentionCall(*make(2, 140, 140), key_lengths=lengths, causal=True)) is not first
+    call = AttentionCall(*make(2, 140, 140), key_lengths=lengths, causal=True)
+    shorter = call.replaced(key_lengths=torch.tensor([1, 1], dtype=torch.int32))
+    assert block_masks.remembered_block_mask(shorter) is not block_masks.remembered_block_mask(call)
     cu = torch.tensor([0, 70, 140], dtype=torch.int32)
     first = block_masks.remembered_block_mask(AttentionCall(*make(1, 140, 140), cu_seqlens=(cu, cu)))
     assert block_masks.remembered_block_mask(AttentionCall(*make(1, 140, 140), cu_seqlens=(cu, cu))) is first

@@ -159,3 +159,22 @@ def test_dropout_in_training_only():
     assert not torch.equal(layer(x), layer(x))
     layer.eval()
     assert torch.equal(layer(x), layer(x))
+
+
+@pytest.mark.parametrize("positions", ["none", "rotary", "alibi"])
+def test_cached_in_steps_equals_each_prompt_alone(positions):
+    caches = pytest.importorskip("attnreg.cache", reason="no caches yet")
+    layer = Attention(24, 4, kv_heads=2, positions=positions)
+    first, second = torch.randn(1, 6, 24), torch.randn(1, 4, 24)
+    alone = [layer(x, causal=True) for x in (first, second)]
+    whole = torch.cat([first, torch.cat([torch.full((1, 2, 24), 7.0), second], 1)])
+    real = torch.tensor([[True] * 6, [False, False, True, True, True, True]])
+    cache, outputs, start = caches.DynamicCache(1).layer(0), [], 0
+    with torch.no_grad():
+        for size in (3, 1, 2):
+            part = slice(start, start + size)
+            outputs.append(layer(whole[:, part], causal=True, cache=cache, key_mask=real[:, : start + size], query_mask=real[:, part]))
+            start += size
+    output = torch.cat(outputs, 1)
+    close(output[0], alone[0][0])
+    close(output[1, 2:], alone[1][0])

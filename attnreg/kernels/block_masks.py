@@ -202,6 +202,7 @@ def _ordered(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 # ---------------------------------------------------------------------- made once, not once a layer
 
+_TENSORS = ("query_mask", "key_mask", "mask", "key_lengths", "query_lengths", "key_starts")
 _plain: dict[tuple, Any] = {}
 _by_tensor = WeakTensorKeyDictionary()
 
@@ -225,7 +226,9 @@ def remembered_block_mask(call: AttentionCall) -> Any:
         call.query_length, call.key_length, call.batch, call.causal, call.window, call.device,
         torch.is_inference_mode_enabled(), cuda and torch.cuda.current_stream(call.device).cuda_stream,
     )  # fmt: skip
-    tensors = {name: getattr(call, name) for name in ("query_mask", "key_mask", "mask")} | call.lengths_given
+    tensors = {name: call.lengths_given.get(name, getattr(call, name)) for name in _TENSORS}
+    if call.cu_seqlens is not None:
+        tensors["cu_query"], tensors["cu_key"] = call.cu_seqlens
     names = tuple(name for name, tensor in tensors.items() if tensor is not None)
     given = tuple(tensors[name] for name in names)
     if not given:

@@ -49,7 +49,7 @@ def run_flex(call: AttentionCall, attend: Callable | None = None) -> Output:
     # The default scale is a constant of the head dim. Any other one is a number that the kernel reads.
     constant = 1.0 if spec.scale else 1.0 / math.sqrt(call.head_dim)
     output, lse = (attend or _attend_for(call))(
-        query, key, value, score_change(call), remembered_block_mask(call), constant, spec.query_heads != spec.key_heads, needs_lse
+        query, key, value, score_change(call, queries), remembered_block_mask(call), constant, spec.query_heads != spec.key_heads, needs_lse
     )
     output = output[..., : call.value_dim]
     if call.sinks is not None:
@@ -63,12 +63,16 @@ def run_flex(call: AttentionCall, attend: Callable | None = None) -> Output:
     return (output, lse) if call.return_lse else output
 
 
-def score_change(call: AttentionCall) -> Callable | None:
-    """The score_mod: what happens to a score before the masks. The tensors are read in the kernel, element by element."""
+def score_change(call: AttentionCall, queries: torch.Tensor | None) -> Callable | None:
+    """The score_mod: what happens to a score before the masks. The tensors are read in the kernel, element by element.
+
+    queries: real queries, (B or 1, Sq), None for all; the bias of the others may hold NaN, which would reach the gradients of keys.
+    """
     spec = call.spec
     scale = number(call.scale, torch.float32, call.device) if spec.scale else None
     softcap = number(call.softcap, torch.float32, call.device) if spec.softcap else None
     slopes, bias = call.alibi_slopes, call.bias
+    queries = None if spec.finite_padding else queries
     pair = Pairs(**placed(call)) if slopes is not None else Pairs()
     if bias is not None and ("bias" in spec.gradients or bias.dtype == torch.float64):
         # Gradients of a broadcast bias add up element by element, which half precision would spoil.
@@ -89,7 +93,8 @@ def score_change(call: AttentionCall) -> Callable | None:
             slope = slopes[h] if slopes.dim() == 1 else slopes[b, h]
             score = score - slope * (pair.slot(b, i) - j).abs()
         if bias is not None:
-            score = score + element(bias, b, h, i, j)
+            added = element(bias, b, h, i, j)
+            score = score + (added if queries is None else torch.where(element(queries, b, i), added, 0.0))
         return score
 
     return changed
