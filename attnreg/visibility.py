@@ -97,6 +97,14 @@ def alibi_bias(call: AttentionCall, dtype: torch.dtype) -> torch.Tensor:
     return -(slopes[None, :, None, None] if slopes.dim() == 1 else slopes[:, :, None, None]) * distance
 
 
+def added(call: AttentionCall, dtype: torch.dtype) -> torch.Tensor | None:
+    """What is added to the scores, `bias` and alibi, as small as broadcasting allows; None means nothing."""
+    parts = [] if call.bias is None else [call.bias.to(dtype)]
+    if call.alibi_slopes is not None:
+        parts.append(alibi_bias(call, torch.promote_types(dtype, torch.float32)).to(dtype))
+    return sum(parts[1:], parts[0]) if parts else None
+
+
 def cleaned(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, queries: torch.Tensor | None, keys: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -16,7 +16,7 @@ from ..backend import Backend, Output
 from ..call import AttentionCall
 from ..capabilities import EMULATED, NATIVE, Capabilities, Reason, Support
 from ..spec import AttentionSpec, Feature
-from ..visibility import alibi_bias, cleaned, real_keys, real_queries, structure
+from ..visibility import added, cleaned, real_keys, real_queries, structure
 
 NEGATIVE_INFINITY = float("-inf")
 _HALF = (torch.float16, torch.bfloat16)
@@ -111,10 +111,7 @@ def _mask(call: AttentionCall, kernel: str) -> tuple[torch.Tensor | None, bool]:
     if call.mask is not None:
         allowed.append(call.mask)
     dtype = torch.promote_types(call.query.dtype, torch.float32) if kernel == "cpu flash" else call.query.dtype
-    added = [] if call.bias is None else [call.bias.to(dtype)]
-    if call.alibi_slopes is not None:
-        added.append(alibi_bias(call, torch.float32).to(dtype))
-    mask = sum(added[1:], added[0]) if added else None
+    mask = added(call, dtype)
     for part in allowed:
         mask = torch.zeros((), dtype=dtype, device=call.device) if mask is None else mask
         mask = mask.masked_fill(~part, NEGATIVE_INFINITY) if mask.dim() == 4 else torch.where(part, mask, NEGATIVE_INFINITY)
