@@ -1,7 +1,7 @@
 """One attention call that means one thing, run by the best kernel that can give exactly that meaning."""
 
 from .attention import attention, explain, explain_spec, last_selection
-from .backend import Backend
+from .backend import Backend, needs
 from .cache import DynamicCache, PagedCache, SlidingCache, StaticCache
 from .call import AttentionCall, Pages
 from .capabilities import EMULATED, NATIVE, Capabilities, Dims, Reason, Support
@@ -40,6 +40,7 @@ __all__ = [
     "explain_spec",
     "hookimpl",
     "last_selection",
+    "needs",
     "register",
     "unregister",
     "use",

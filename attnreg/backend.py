@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
+from packaging.requirements import Requirement
 
 from .capabilities import Capabilities, Reason
 from .spec import AttentionSpec
@@ -19,6 +21,32 @@ Output = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 def _never_missing() -> Reason | None:
     return None
+
+
+def needs(*requirements: str, remedy: str = "") -> Callable[[], Reason | None]:
+    """For `Backend.missing`: whether libraries are installed, by their metadata and without an import, as in `needs("jax>=0.5")`.
+
+    requirements: as pip takes them; alternatives are parted by "|", as in "onnxruntime>=1.28 | onnxruntime-gpu>=1.28".
+    remedy: what the user may do; by default the pip command.
+    """
+
+    def missing() -> Reason | None:
+        for requirement in requirements:
+            found = []
+            for alternative in map(Requirement, requirement.split("|")):
+                try:
+                    version = importlib.metadata.version(alternative.name)
+                except importlib.metadata.PackageNotFoundError:
+                    continue
+                if alternative.specifier.contains(version, prereleases=True):
+                    break
+                found.append(f"{alternative.name} {version} is installed")
+            else:
+                first = requirement.split("|")[0].strip()
+                return Reason("missing", requirement, "; ".join(found) or "not installed", remedy or f"pip install '{first}'")
+        return None
+
+    return missing
 
 
 def _no_notes(spec: AttentionSpec) -> Sequence[str]:

@@ -111,6 +111,22 @@ def alibi_bias(call: AttentionCall, dtype: torch.dtype) -> torch.Tensor:
     return -(slopes[None, :, None, None] if slopes.dim() == 1 else slopes[:, :, None, None]) * distance
 
 
+def added(call: AttentionCall, dtype: torch.dtype) -> torch.Tensor | None:
+    """What is added to the scores, `bias` and alibi, as small as broadcasting allows; None means nothing."""
+    parts = [] if call.bias is None else [_narrowed(cleaned_bias(call), dtype)]
+    if call.alibi_slopes is not None:
+        parts.append(_narrowed(alibi_bias(call, torch.promote_types(dtype, torch.float32)), dtype))
+    return sum(parts[1:], parts[0]) if parts else None
+
+
+def _narrowed(bias: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """In another dtype; a finite number too large for it stays finite, since only -inf means "not seen"."""
+    limit = torch.finfo(dtype).max
+    if torch.finfo(bias.dtype).max <= limit:
+        return bias.to(dtype)
+    return torch.where(bias == float("-inf"), bias, bias.clamp(-limit, limit)).to(dtype)
+
+
 def cleaned(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, queries: torch.Tensor | None, keys: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -1,6 +1,6 @@
 """The suite that a KV cache must pass: any order of operations, beside a plain list of tensors, equals one shot through the reference.
 
-    TestMine = attnreg.conformance.caches.cache_suite(lambda **sizes: MyCache(**sizes))
+TestMine = attnreg.conformance.caches.cache_suite(lambda **sizes: MyCache(**sizes))
 """
 
 from __future__ import annotations

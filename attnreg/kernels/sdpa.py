@@ -16,7 +16,7 @@ from ..backend import Backend, Output
 from ..call import AttentionCall
 from ..capabilities import EMULATED, NATIVE, Capabilities, Reason, Support
 from ..spec import AttentionSpec, Feature
-from ..visibility import alibi_bias, cleaned, cleaned_bias, real_keys, real_queries, structure
+from ..visibility import added, cleaned, real_keys, real_queries, structure
 
 NEGATIVE_INFINITY = float("-inf")
 _HALF = (torch.float16, torch.bfloat16)
@@ -146,22 +146,11 @@ def additive_mask(call: AttentionCall, kernel: str) -> tuple[torch.Tensor | None
     if call.mask is not None:
         allowed.append(call.mask)
     dtype = torch.promote_types(call.query.dtype, torch.float32) if kernel == "cpu flash" else call.query.dtype
-    added = [] if call.bias is None else [_narrowed(cleaned_bias(call), dtype)]
-    if call.alibi_slopes is not None:
-        added.append(_narrowed(alibi_bias(call, torch.promote_types(dtype, torch.float32)), dtype))
-    mask = sum(added[1:], added[0]) if added else None
+    mask = added(call, dtype)
     for part in allowed:
         mask = torch.zeros((), dtype=dtype, device=call.device) if mask is None else mask
         mask = mask.masked_fill(~part, NEGATIVE_INFINITY) if mask.dim() == 4 else torch.where(part, mask, NEGATIVE_INFINITY)
     return mask, causal
-
-
-def _narrowed(bias: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """In the kernel's dtype; a finite number too large for it stays finite, since only -inf means "not seen"."""
-    limit = torch.finfo(dtype).max
-    if torch.finfo(bias.dtype).max <= limit:
-        return bias.to(dtype)
-    return torch.where(bias == NEGATIVE_INFINITY, bias, bias.clamp(-limit, limit)).to(dtype)
 
 
 def _with_sink_column(call: AttentionCall, key, value, mask) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
