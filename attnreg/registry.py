@@ -12,12 +12,18 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import pluggy
+import torch
 
 from . import hookspecs, policy
 from .backend import Backend
+from .spec import AttentionSpec
 
 GROUP = "attnreg"
 STRICT = "ATTNREG_STRICT_PLUGINS"
+
+
+# Where a rank depends on the spec, the order shown is that of a grouped causal prefill on a recent GPU.
+_USUAL = AttentionSpec("cuda", (9, 0), torch.bfloat16, 32, 8, 128, 128, causal=True, sizes=(2, 4096, 4096))
 
 
 class PluginFailure(NamedTuple):
@@ -51,7 +57,7 @@ _registry = _Registry()
 def backends() -> Mapping[str, Backend]:
     """All registered backends by name, in automatic order, whether or not they can run here. Read-only."""
     load()
-    ordered = sorted(_registry.backends.values(), key=lambda b: -b.priority if not callable(b.priority) else 0)
+    ordered = sorted(_registry.backends.values(), key=lambda b: -b.rank(_USUAL))
     return types.MappingProxyType({b.name: b for b in ordered})
 
 
