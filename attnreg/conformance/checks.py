@@ -221,7 +221,7 @@ def refuses(backend: Backend, case: Case, tally: Tally, feature: Feature) -> Non
     try:
         attend(backend, arguments)
     except NoBackendError as error:
-        assert f"{feature.value}: asked" in str(error), f"the error does not name {feature.value}: {error}"
+        assert f"- {feature.value}: " in str(error), f"the error does not name {feature.value}: {error}"
     else:
         raise AssertionError(f"{feature}: not claimed, but the call ran")
 

@@ -49,7 +49,7 @@ def attend(backend: Backend, arguments: dict[str, Any]) -> Any:
     selection = choose(backend, call)
     if selection.chosen is None:
         raise NoBackendError(selection)
-    return run(call, selection)
+    return run(call, selection.chosen, selection.run)
 
 
 def attempt(backend: Backend, case: Case, given: Values, dtype: torch.dtype | None = None) -> Result:
