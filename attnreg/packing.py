@@ -158,6 +158,9 @@ def fits_packing(real_queries: torch.Tensor, real_keys: torch.Tensor, slots: tor
         last = size - 1 - real_keys.flip(1).long().argmax(1)
         span = torch.where(real_keys.any(1), last - first + 1, 0)
         fits = fits & (span == real_keys.sum(1)).all()
+        # Distances stay only if the query keeps its own to the first real key; one that sits in padding behind the last key does not.
+        same = (wanted == slots - first[:, None] + 1) | ~real_queries | ~real_keys.any(1)[:, None]
+        fits = fits & same.all()
     return fits
 
 

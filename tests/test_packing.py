@@ -1,0 +1,58 @@
+"""Padding and packed rows; whether dropping padding changes what is seen, against counting it slot by slot."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from attnreg import packing
+
+
+def test_segments_from_documents_positions_and_lengths():
+    assert packing.cu_seqlens_from_lengths([3, 1, 0, 2]).tolist() == [0, 3, 4, 4, 6]
+    assert packing.cu_seqlens_from_documents(torch.tensor([7, 7, 2, 2, 2, -1])).tolist() == [0, 2, 5]
+    assert packing.cu_seqlens_from_documents(torch.tensor([[0, 1], [1, 1]])).tolist() == [0, 1, 2, 4]
+    assert packing.cu_seqlens_from_positions(torch.tensor([0, 1, 2, 0, 1])).tolist() == [0, 3, 5]
+    with pytest.raises(ValueError, match="document_ids"):
+        packing.cu_seqlens_from_documents(torch.tensor([0, -1, 1]))
+    with pytest.raises(ValueError, match="lengths"):
+        packing.cu_seqlens_from_lengths([2, -1])
+
+
+@pytest.mark.parametrize(
+    ("mask", "form"), [([[1, 1, 0], [1, 0, 0]], "right"), ([[0, 1, 1], [0, 0, 1]], "left"), ([[1, 0, 1], [1, 1, 0]], "any")]
+)
+def test_form_is_found(mask, form):
+    padding = packing.Padding.from_mask(torch.tensor(mask, dtype=torch.bool))
+    assert padding.form == form and padding.host_lengths == tuple(map(sum, mask))
+    rows = torch.arange(6.0).reshape(2, 3, 1)
+    back = packing.unpack(packing.pack(rows, padding.packed), padding.packed, 2, 3)
+    assert torch.equal(back, rows * torch.tensor(mask)[..., None])
+
+
+def test_an_examined_mask_is_examined_again_when_it_changes():
+    mask = torch.tensor([[True, True, False]])
+    assert packing.Padding.from_mask(mask).form == "right"
+    mask[0] = torch.tensor([False, True, True])
+    assert packing.Padding.from_mask(mask).form == "left"
+
+
+bits = lambda size: st.lists(st.booleans(), min_size=size, max_size=size)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data(), st.integers(1, 5), st.integers(1, 6), st.sampled_from([None, 0, 1, 2]))
+def test_packing_fits_only_where_nothing_changes(data, queries, keys, left):
+    """What a causal (and windowed) row sees by slots against what it sees once padding is dropped."""
+    real_q, real_k = data.draw(bits(queries)), data.draw(bits(keys))
+    slot = [keys - queries + i for i in range(queries)]
+    q_index, k_index = [i for i in range(queries) if real_q[i]], [j for j in range(keys) if real_k[j]]
+    shift = len(k_index) - len(q_index)
+    sees = lambda j, p: j <= p and (left is None or j >= p - left)
+    same = all(
+        [j for j in k_index if sees(j, slot[i])] == [j for n, j in enumerate(k_index) if sees(n, shift + m)] for m, i in enumerate(q_index)
+    )
+    fits = bool(packing.fits_packing(torch.tensor([real_q]), torch.tensor([real_k]), torch.tensor([slot]), holes_matter=left is not None))
+    assert same or not fits, "packing would change what a row sees"
+    if left is None:
+        assert fits or not same, "causal alone: exactly then"

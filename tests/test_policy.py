@@ -1,0 +1,91 @@
+"""Who may run: precedence, scopes in threads and tasks, layers, expectations."""
+
+import asyncio
+import threading
+
+import pytest
+import torch
+
+import attnreg
+
+x = torch.ones(1, 2, 1, 8)
+
+
+def ran(**options):
+    attnreg.attention(x, x, x, **options)
+    return attnreg.last_selection().chosen.name
+
+
+@pytest.fixture(autouse=True)
+def clean(monkeypatch):
+    monkeypatch.delenv("ATTNREG_BACKEND", raising=False)
+    yield
+    attnreg.use(None)
+
+
+def test_precedence(monkeypatch):
+    automatic = ran()
+    assert automatic != "reference"
+    monkeypatch.setenv("ATTNREG_BACKEND", "reference")
+    attnreg.use(None)
+    assert ran() == "reference" and "ATTNREG_BACKEND" in attnreg.explain(x, x, x).source
+    attnreg.use("sdpa")
+    assert ran() == "sdpa" and "use(" in attnreg.explain(x, x, x).source
+    with attnreg.using("reference"):
+        assert ran() == "reference" and "using(" in attnreg.explain(x, x, x).source
+        assert ran(backend="sdpa") == "sdpa"
+    assert ran() == "sdpa"
+
+
+def test_lists_are_tried_in_order_and_nothing_else():
+    assert ran(backend=["flash3", "reference", "sdpa"]) == "reference"
+    assert ran(backend=["flash3", "auto"]) == ran()
+    with pytest.raises(attnreg.NoBackendError, match="flash3"):
+        ran(backend=["flash3"])
+
+
+def test_use_checks_the_name_at_once_and_keeps_what_was():
+    attnreg.use("reference")
+    with pytest.raises(LookupError, match="reference"):
+        attnreg.use("referense")
+    assert ran() == "reference"
+
+
+def test_the_most_specific_layer_pattern_wins():
+    attnreg.use("sdpa", layers="model.*")
+    attnreg.use("reference", layers="model.layers.[0-3].*")
+    try:
+        assert ran(layer="model.layers.2.attn") == "reference"
+        assert ran(layer="model.layers.7.attn") == "sdpa"
+    finally:
+        attnreg.use(None, layers="model.*")
+        attnreg.use(None, layers="model.layers.[0-3].*")
+
+
+def test_using_stays_in_its_thread_and_task():
+    seen = []
+    with attnreg.using("reference"):
+        thread = threading.Thread(target=lambda: seen.append(ran()))
+        thread.start()
+        thread.join()
+    assert seen == [ran()] and seen != ["reference"]
+
+    async def task(name):
+        with attnreg.using(name):
+            await asyncio.sleep(0)
+            first = ran()
+            await asyncio.sleep(0)
+            return first, ran()
+
+    async def both():
+        return await asyncio.gather(task("sdpa"), task("reference"))
+
+    assert asyncio.run(both()) == [("sdpa", "sdpa"), ("reference", "reference")]
+    assert ran() != "reference"
+
+
+def test_expect_fails_on_anything_else():
+    with attnreg.expect("sdpa"):
+        assert ran(backend="sdpa") == "sdpa"
+        with pytest.raises(AssertionError, match="reference"):
+            ran(backend="reference")
