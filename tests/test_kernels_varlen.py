@@ -171,6 +171,7 @@ def spec(**changes):
         ({"page_size": 256, "key_starts": True}, "paged"),
         ({"key_mask": "left", "padding_fits_packing": True, "compiling": True}, "compile"),
         ({"key_mask": "left", "padding_fits_packing": True, "capturing": True}, "capture"),
+        ({"page_size": 256, "query_lengths": True, "key_lengths": True, "capturing": True}, "capture"),
         ({"deterministic": True, "gradients": ("query",)}, "deterministic"),
         ({"value_dim": 32}, "value_dim"),
         ({"head_dim": 264, "value_dim": 264}, "head_dim"),
@@ -184,6 +185,7 @@ def spec(**changes):
 def test_what_is_refused_and_why(changes, what):
     assert what in [reason.what for reason in module.claims_of(None).reasons_against(spec(**changes))]
     assert not module.claims_of(None).reasons_against(spec())
+    assert not module.claims_of(None).reasons_against(spec(page_size=256, key_lengths=True, capturing=True))
 
 
 def test_the_installed_signature_is_understood():

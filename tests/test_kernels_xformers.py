@@ -239,7 +239,6 @@ def spec(**changes):
         ({"capability": (10, 0), "mask": (True, True, True, True)}, "capability"),
         ({"capability": (7, 5)}, "dtype"),
         ({"dtype": torch.float64}, "dtype"),
-        ({"page_size": 256}, "paged"),
     ],
 )
 def test_what_is_refused_and_why(changes, what):

@@ -127,10 +127,16 @@ def padding_must_fit(spec: AttentionSpec) -> Reason | None:
 def padding_needs_the_host(spec: AttentionSpec) -> Reason | None:
     """The number of real tokens is a tensor size, which a graph can't learn from the device."""
     masks = spec.query_mask or spec.key_mask or spec.key_lengths or spec.query_lengths or spec.key_starts
-    if masks and not spec.page_size and (spec.compiling or spec.capturing):
+    if masks and (spec.compiling or spec.capturing):
         mode = Feature.COMPILE if spec.compiling else Feature.CAPTURE
         return Reason(mode.value, "with padding that has to be dropped", "without, or packed rows", "pack once, outside, with cu_seqlens")
     return None
+
+
+def _padding_needs_the_host(spec: AttentionSpec) -> Reason | None:
+    # The lengths of a paged cache are read by the kernel itself.
+    asked = spec._replace(key_lengths=False) if spec.page_size else spec
+    return padding_needs_the_host(asked)
 
 
 def _deterministic_backward(spec: AttentionSpec) -> Reason | None:
@@ -201,7 +207,7 @@ def claims_of(kernel: Kernel | None) -> Capabilities:
         # Without a scale argument a padded head dim would change the scale.
         head_dim=Dims(largest=256, multiple=1 if "scale" in arguments else 8),
         smallest_capability=(8, 0),
-        rules=(padding_must_fit, padding_needs_the_host, _deterministic_backward, _backward_memory, _pages, _equal_dims),
+        rules=(padding_must_fit, _padding_needs_the_host, _deterministic_backward, _backward_memory, _pages, _equal_dims),
     )
 
 
