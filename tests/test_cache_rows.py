@@ -33,7 +33,9 @@ def chunked(cache, query, key, value, sizes, key_mask=None, **options):
         if key_mask is not None:
             mask = torch.zeros(query.shape[0], cache.slots(n), dtype=torch.bool)
             mask[:, : i + n] = key_mask[:, : i + n]
-        out.append(attention(query[:, i : i + n], key[:, i : i + n], value[:, i : i + n], cache=cache[0], causal=True, key_mask=mask, **options))
+        out.append(
+            attention(query[:, i : i + n], key[:, i : i + n], value[:, i : i + n], cache=cache[0], causal=True, key_mask=mask, **options)
+        )
         i += n
     return torch.cat(out, 1)
 
@@ -128,7 +130,12 @@ def test_row_16_a_mask_covers_past_and_new():
 
 @pytest.mark.parametrize(
     ("layout", "turn"),
-    [("bshd", lambda k: k), ("bhsd", lambda k: k.transpose(1, 2)), ("flat", lambda k: k.flatten(2)), ("bhds", lambda k: k.permute(0, 2, 3, 1))],
+    [
+        ("bshd", lambda k: k),
+        ("bhsd", lambda k: k.transpose(1, 2)),
+        ("flat", lambda k: k.flatten(2)),
+        ("bhds", lambda k: k.permute(0, 2, 3, 1)),
+    ],
 )
 def test_row_17_layouts_are_views(layout, turn):
     query, key, value = tensors()
@@ -145,7 +152,9 @@ def test_row_17_layouts_are_views(layout, turn):
 @ALL
 def test_row_19_a_chunk_after_a_past_is_causal(kind):
     query, key, value = tensors(size=8)
-    torch.testing.assert_close(chunked(caches()[kind], query, key, value, (5, 3)), attention(query, key, value, causal=True), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        chunked(caches()[kind], query, key, value, (5, 3)), attention(query, key, value, causal=True), rtol=1e-5, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "static", "paged"])

@@ -97,7 +97,9 @@ class DynamicLayer:
         if self._key.requires_grad or self._value.requires_grad:
             self._key, self._value = self._key[:, : max(lengths)], self._value[:, : max(lengths)]
             if not uniform(lengths):
-                gone = (torch.arange(max(lengths), device=self._key.device)[None] >= on_device(lengths, self._key.device)[:, None])[..., None, None]
+                gone = (torch.arange(max(lengths), device=self._key.device)[None] >= on_device(lengths, self._key.device)[:, None])[
+                    ..., None, None
+                ]
                 self._key, self._value = self._key.masked_fill(gone, 0.0), self._value.masked_fill(gone, 0.0)
         else:
             clear(self._key, lengths, self._lengths)

@@ -43,7 +43,14 @@ def in_rows(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
         flat[: starts[-1]] = output[rows, places]
         return flat if query.dim() == 3 else flat[None]
 
-    changed = {"query": padded(query), "key": padded(key), "value": padded(value), "query_lengths": counts, "cu_seqlens": None, "max_seqlens": None}
+    changed = {
+        "query": padded(query),
+        "key": padded(key),
+        "value": padded(value),
+        "query_lengths": counts,
+        "cu_seqlens": None,
+        "max_seqlens": None,
+    }
     result = function(**{**arguments, **changed})
     if dataclasses.is_dataclass(result):
         return dataclasses.replace(result, notes=(*result.notes, NOTE))

@@ -1,6 +1,6 @@
 """The suite that a KV cache must pass: any order of operations, beside a plain list of tensors, equals one shot through the reference.
 
-    TestMine = attnreg.conformance.caches.cache_suite(lambda **sizes: MyCache(**sizes))
+TestMine = attnreg.conformance.caches.cache_suite(lambda **sizes: MyCache(**sizes))
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ def cache_suite(
     left: int | None = None,
     rollback: int = CAPACITY,
     backends: tuple[str, ...] = ("sdpa", "reference"),
-    examples: int = 40,
-    steps: int = 15,
+    examples: int = 20,
+    steps: int = 10,
 ) -> type:
     """A test class for the caches that `factory(layers, batch, capacity, key_heads, head_dim, dtype)` makes, empty, by keyword.
 
