@@ -151,13 +151,13 @@ class PagedLayer:
         pool.keys[page, offset], pool.values[page, offset] = key[rows, number], value[rows, number]
 
     def commit(self, step: Step) -> None:
-        _, _, tables, after, _, _, fresh, copies = step.new
+        tables, after, copies = step.new[2], step.new[3], step.new[7]
         self.pool.release([source for source, _ in copies])
         self._tables, self._lengths = tables, after
         self._table_on_device = step.pages.block_table
 
     def undo(self, step: Step) -> None:
-        _, _, tables, after, starts, _, fresh, _ = step.new
+        after, starts, fresh = step.new[3], step.new[4], step.new[6]
         # In the order in which they were taken, so that the free list is what it was.
         self.pool.release([page for page in reversed(fresh) if self.pool.holders[page]])
         self._clear(self._tables, starts, after)

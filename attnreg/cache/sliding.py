@@ -111,7 +111,7 @@ class SlidingLayer:
         put(values, value, ends, counts)
 
     def commit(self, step: Step) -> None:
-        keys, values, _, _, starts, held, counts, total, key_mask = step.new
+        keys, values, _, _, starts, _, counts, total, key_mask = step.new
         lengths = self._lengths if self._key is not None else [0] * len(total)
         keep = [min(t, self.keep) for t in total]
         dropped = [t - k for t, k in zip(total, keep)]

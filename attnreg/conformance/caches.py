@@ -25,8 +25,8 @@ def cache_suite(
     left: int | None = None,
     rollback: int = CAPACITY,
     backends: tuple[str, ...] = ("sdpa", "reference"),
-    examples: int = 40,
-    steps: int = 15,
+    examples: int = 20,
+    steps: int = 10,
 ) -> type:
     """A test class for the caches that `factory(layers, batch, capacity, key_heads, head_dim, dtype)` makes, empty, by keyword.
 
