@@ -67,7 +67,7 @@ DECODERS = {
     "GPT-2": text("GPT2Config", "GPT2LMHeadModel", n_embd=32, n_layer=2, n_head=4, n_positions=64),
     "Llama": text("LlamaConfig", "LlamaForCausalLM", **GROUPED),
     "Mistral": text("MistralConfig", "MistralForCausalLM", sliding_window=4, **GROUPED),
-    "Gemma 2": text("Gemma2Config", "Gemma2ForCausalLM", sliding_window=4, head_dim=8, query_pre_attn_scalar=8, attn_logit_softcapping=2.0, **GROUPED),
+    "Gemma 2": text("Gemma2Config", "Gemma2ForCausalLM", sliding_window=4, head_dim=8, query_pre_attn_scalar=8, attn_logit_softcapping=0.01, **GROUPED),
     "Gemma 3": text("Gemma3TextConfig", "Gemma3ForCausalLM", sliding_window=4, head_dim=8, layer_types=["sliding_attention", "full_attention"], **GROUPED),
     "Qwen2": text("Qwen2Config", "Qwen2ForCausalLM", use_sliding_window=True, sliding_window=4, max_window_layers=1, **GROUPED),
     "Qwen3": text("Qwen3Config", "Qwen3ForCausalLM", head_dim=8, **GROUPED),
@@ -372,7 +372,7 @@ def test_padded_rows_are_zero_where_eager_gives_a_mean_of_values(family, spy):
 def test_softcap_sinks_scale_and_alternating_windows_arrive(spy):
     on(DECODERS["Gemma 2"](), "attnreg")(**padded("left"))
     assert [call["window"] for call in spy.calls] == [(3, None), None]
-    assert all(call["softcap"] == 2.0 and call["scale"] == 8**-0.5 for call in spy.calls)
+    assert all(call["softcap"] == 0.01 and call["scale"] == 8**-0.5 for call in spy.calls)
     spy.calls.clear()
     on(DECODERS["GPT-OSS"](), "attnreg")(**padded("left"))
     assert [call["window"] for call in spy.calls] == [(3, None), None]
