@@ -158,6 +158,9 @@ def fits_packing(real_queries: torch.Tensor, real_keys: torch.Tensor, slots: tor
         last = size - 1 - real_keys.flip(1).long().argmax(1)
         span = torch.where(real_keys.any(1), last - first + 1, 0)
         fits = fits & (span == real_keys.sum(1)).all()
+        # Nor may padding between the keys and the query: its distance to the first key has to stay.
+        near = (slots - first[:, None] == wanted - 1) | ~real_queries | ~real_keys.any(1)[:, None]
+        fits = fits & near.all()
     return fits
 
 
@@ -250,7 +253,9 @@ def known_to_fit(call: AttentionCall) -> bool:
         if query is key:
             return True
         return query.host_lengths is not None and query.host_lengths == key.host_lengths and query.shape == key.shape
-    return key_form == "right" and query_form == "none" and call.query_length == 1
+    # The one query stands at the end of the row, not of its keys: how far away they are would change.
+    far = call.window is not None or call.alibi_slopes is not None
+    return key_form == "right" and query_form == "none" and call.query_length == 1 and not far
 
 
 def found_to_fit(call: AttentionCall) -> bool:

@@ -297,3 +297,9 @@ def test_true_signatures_of_flash3():
     assert asked | names | {"deterministic", "return_attn_probs"} <= signature_in(path, "flash_attn_varlen_func")
     names = {"cache_seqlens", "cache_leftpad", "page_table", "return_softmax_lse"}
     assert asked | names <= signature_in(path, "flash_attn_with_kvcache")
+
+
+def test_padding_between_the_keys_and_the_query_keeps_distances_from_fitting():
+    right = Padding.from_lengths([3, 8], 8)
+    assert spec(1, 8, key_mask=right, causal=True).padding_fits_packing
+    assert not spec(1, 8, key_mask=right, causal=True, window=(2, None)).padding_fits_packing
