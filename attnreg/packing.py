@@ -253,7 +253,9 @@ def known_to_fit(call: AttentionCall) -> bool:
         if query is key:
             return True
         return query.host_lengths is not None and query.host_lengths == key.host_lengths and query.shape == key.shape
-    return key_form == "right" and query_form == "none" and call.query_length == 1
+    # The one query stands at the end of the row, not of its keys: how far away they are would change.
+    far = call.window is not None or call.alibi_slopes is not None
+    return key_form == "right" and query_form == "none" and call.query_length == 1 and not far
 
 
 def found_to_fit(call: AttentionCall) -> bool:

@@ -180,7 +180,7 @@ def varlen_bwd(dout, q, k, v, out, lse, dq, dk, dv, cu_q, cu_k, alibi, max_q, ma
             state if dropout_p else None,
         )  # fmt: skip
         dq[rows], dk[slots], dv[slots] = grads
-    return torch.empty(0)
+    return dq, dk, dv, torch.empty(0)
 
 
 def fwd_kvcache(q, k_cache, v_cache, k, v, lengths, cos, sin, batch_index, leftpad, table, alibi, out, scale, causal, left, right, softcap,

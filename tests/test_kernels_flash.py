@@ -1,0 +1,305 @@
+"""What flash2, flash3 and flash4 claim by version, build and card, and what they say of an environment that is not in order."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import attnreg
+from attnreg.call import AttentionCall
+from attnreg.kernels import flash2, flash3, flash4
+from attnreg.packing import Padding
+from attnreg.spec import Feature
+
+SINCE = {
+    "2.1.0": {Feature.UNEQUAL_LENGTHS},
+    "2.3": {Feature.WINDOW},
+    "2.4.1": {Feature.DETERMINISTIC},
+    "2.6.1": {Feature.ALIBI, Feature.PAGED, Feature.SOFTCAP, Feature.LSE, Feature.SINKS},
+    "2.6.2": set(),
+    "2.10": {Feature.COMPILE},
+    "10.0": set(),
+}
+
+
+def spec(queries=8, keys=8, heads=4, key_heads=2, dim=64, gradients=False, capability=(9, 0), **options):
+    shapes = ((2, queries, heads, dim), (2, keys, key_heads, dim), (2, keys, key_heads, dim))
+    if "cu_seqlens" in options:
+        shapes = tuple((1, *shape[1:]) for shape in shapes)
+    tensors = [torch.zeros(s, dtype=torch.bfloat16, requires_grad=gradients) for s in shapes]
+    return AttentionCall(*tensors, **options).spec._replace(device="cuda", capability=capability)
+
+
+def words(claims, asked):
+    return {reason.what for reason in claims.reasons_against(asked)}
+
+
+def test_each_version_has_what_came_with_it_and_before():
+    known = set(flash2.claims("2.0.9").features)
+    gated = set().union(*SINCE.values())
+    assert not known & gated
+    for version, gained in SINCE.items():
+        known |= gained
+        assert set(flash2.claims(version).features) == known, version
+
+
+def test_below_2_1_unequal_causal_lengths_are_refused():
+    unequal = spec(3, 8, causal=True)
+    assert words(flash2.claims("2.0.9"), unequal) == {"unequal_lengths"}
+    assert not words(flash2.claims("2.1.0"), unequal) and not words(flash2.claims("2.0.9"), spec(3, 8))
+
+
+def test_softcap_is_trained_from_2_6_2_and_never_with_dropout():
+    assert not words(flash2.claims("2.6.1"), spec(softcap=5.0))
+    assert words(flash2.claims("2.6.1"), spec(softcap=5.0, gradients=True)) == {"softcap"}
+    assert not words(flash2.claims("2.6.2"), spec(softcap=5.0, gradients=True))
+    assert words(flash2.claims("2.10"), spec(softcap=5.0, dropout_p=0.1)) == {"softcap"}
+
+
+def test_right_windows_only_where_no_query_sits_before_the_first_key():
+    claims = flash2.claims("2.8.3")
+    assert words(claims, spec(20, 3, window=(None, 5))) == {"window"}
+    assert not words(claims, spec(3, 20, window=(None, 5))) and not words(claims, spec(8, 8, window=(2, 5)))
+    assert not words(claims, spec(20, 3, window=(2, None), causal=True))
+
+
+def test_only_flash2_drops():
+    asked = spec(dropout_p=0.1, gradients=True)
+    assert not words(flash2.claims("2.8.3"), asked)
+    assert words(flash3.claims({}), asked) == words(flash4.claims("4.0.0b36"), asked) == {"dropout"}
+
+
+def test_the_way_of_padding():
+    left, right = Padding.from_lengths([3, 8], 8, side="left"), Padding.from_lengths([3, 8], 8)
+    ways = {}
+    for name, options in {
+        "left": {"key_mask": left, "query_mask": left, "causal": True},
+        "left, training": {"key_mask": left, "query_mask": left, "causal": True, "gradients": True},
+        "right": {"key_mask": right, "query_mask": right, "causal": True},
+        "right, all seen": {"key_mask": right},
+        "lengths": {"key_lengths": [3, 8], "causal": True},
+        "starts": {"key_starts": [3, 0], "causal": True},
+        "queries only": {"query_mask": right, "causal": True},
+    }.items():
+        from attnreg.kernels.flash import way_for
+
+        asked = spec(**options)
+        ways[name] = tuple(way_for(asked, k) for k in (flash2.kernels("2.8.3"), flash2.kernels("2.5.0"), flash4._KERNELS))
+        assert not words(flash2.claims("2.8.3"), asked) and not words(flash4.claims("4.0.0b36"), asked), name
+    assert ways == {
+        "left": ("cached", "gathered", "gathered"),
+        "left, training": ("gathered", "gathered", "gathered"),
+        "right": ("gathered", "gathered", "gathered"),
+        "right, all seen": ("cached", "cached", "cached"),
+        "lengths": ("cached", "cached", "cached"),
+        "starts": ("cached", "gathered", "gathered"),
+        "queries only": ("dense", "dense", "dense"),
+    }
+
+
+def test_a_refused_padding_says_which_case_it_is():
+    right = Padding.from_lengths([3, 8], 8)
+    (reason,) = flash2.claims("2.8.3").reasons_against(spec(key_mask=right, causal=True))
+    assert "keys right, queries unmasked" in reason.asked and "Padding" in reason.remedy
+    (reason,) = flash2.claims("2.8.3").reasons_against(spec(key_mask=right.mask, causal=True))
+    assert "not found to keep" in reason.asked and "from_lengths" in reason.remedy
+
+
+def test_compiled_and_captured_calls_never_wait_for_the_device():
+    left = Padding.from_lengths([3, 8], 8, side="left")
+    padded = spec(key_mask=left, causal=True)
+    claims = flash2.claims("2.8.3")
+    assert not words(claims, padded._replace(capturing=True))
+    assert words(claims, padded._replace(compiling=True)) == {"compile"}
+    assert not words(claims, spec(causal=True)._replace(compiling=True))
+    assert words(claims, spec(key_mask=left, causal=True, gradients=True)._replace(capturing=True)) == {"capture"}
+
+
+def test_switches_of_a_flash3_build():
+    everything = flash3.claims({})
+    assert {Feature.WINDOW, Feature.SOFTCAP, Feature.PAGED, Feature.BACKWARD, Feature.PACKED} <= set(everything.features)
+    off = dict.fromkeys([f"FLASHATTENTION_DISABLE_{n}" for n in ("BACKWARD", "PAGEDKV", "LOCAL", "FP16", "HDIM256")], True)
+    less = flash3.claims(off)
+    assert not {Feature.WINDOW, Feature.PAGED, Feature.BACKWARD} & set(less.features) and Feature.SOFTCAP in less.features
+    assert less.dtypes == (torch.bfloat16,) and less.head_dim.largest == 192
+    assert words(everything, spec(capability=(8, 0))) == {"capability"}
+    assert words(everything, spec(dim=256, gradients=True, deterministic=True)) == {"deterministic"}
+
+
+def test_cards_of_flash4():
+    claims = flash4.claims("4.0.0b36")
+    assert not words(claims, spec(gradients=True))
+    assert words(claims, spec(gradients=True, capability=(8, 0))) == {"backward"}
+    assert words(claims, spec(dim=192, capability=(10, 0))) == {"head_dim"} and not words(claims, spec(dim=256, capability=(9, 0)))
+
+
+def test_one_query_prefers_split_keys():
+    assert flash4.flash4.rank(spec(1, 8, causal=True)) < flash2.flash2.rank(spec(1, 8, causal=True)) < flash4.flash4.rank(spec(causal=True))
+
+
+# ---------------------------------------------------------------------- environments, each in a process of its own
+
+FUNCTIONS = "def flash_attn_func(*a, **k): ...\ndef flash_attn_varlen_func(*a, **k): ...\ndef flash_attn_with_kvcache(*a, **k): ...\n"
+BROKEN = "raise ImportError('flash_attn_2_cuda.so: undefined symbol: _ZN3c104cuda9SetDeviceEa')\n"
+CUTE = "\n".join(f"def {name}(q, k, v, {', '.join(f'{a}=None' for a in arguments)}): ..." for name, arguments in flash4.NEEDED.items())
+TWO = {"flash_attn/__init__.py": "from .flash_attn_interface import flash_attn_func\n", "flash_attn/flash_attn_interface.py": FUNCTIONS}
+BROKEN_TWO = {**TWO, "flash_attn/flash_attn_interface.py": BROKEN}
+FOUR = {"flash_attn/cute/__init__.py": CUTE}
+
+
+def environment(folder: Path, *distributions: tuple[str, str, dict]) -> dict[str, str | None]:
+    """What each backend says is missing, where these (name, version, files) are installed; later ones overwrite."""
+    for name, version, files in distributions:
+        record = []
+        for path, text in files.items():
+            (folder / path).parent.mkdir(parents=True, exist_ok=True)
+            (folder / path).write_text(text)
+            record.append(f"{path},,")
+        described = folder / f"{name.replace('-', '_')}-{version}.dist-info"
+        described.mkdir(parents=True)
+        (described / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        (described / "RECORD").write_text("\n".join(record))
+    script = (
+        "import json, attnreg; b = attnreg.backends();"
+        "print(json.dumps({n: str(b[n].reason_missing) if b[n].reason_missing else None for n in ('flash2', 'flash3', 'flash4')}));"
+        "import torch; q = torch.ones(1, 2, 1, 8); attnreg.attention(q, q, q); attnreg.explain(q, q, q, backend='flash')"
+    )
+    paths = os.pathsep.join([str(folder), str(Path(attnreg.__file__).parents[1])])
+    ran = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": paths}, cwd=folder
+    )
+    assert ran.returncode == 0, ran.stderr
+    return json.loads(ran.stdout)
+
+
+needs_nothing_installed = pytest.mark.skipif(
+    importlib.util.find_spec("flash_attn") is not None, reason="a flash-attn is installed here, beside which none can be faked"
+)
+
+
+@needs_nothing_installed
+def test_nothing_installed(tmp_path):
+    said = environment(tmp_path)
+    assert all("not installed" in text and ("pip install" in text) for text in said.values())
+
+
+@needs_nothing_installed
+def test_flash_attn_4_alone(tmp_path):
+    said = environment(tmp_path, ("flash-attn-4", "4.0.0b36", FOUR))
+    assert said["flash4"] is None
+    assert "the folder flash_attn belongs to flash-attn-4" in said["flash2"] and "pip install flash-attn" in said["flash2"]
+
+
+@needs_nothing_installed
+def test_flash_attn_2_alone(tmp_path):
+    said = environment(
+        tmp_path, ("flash-attn", "2.8.3.post2", {**TWO, "flash_attn/cute/__init__.py": "def flash_attn_func(q, k, v): ...\n"})
+    )
+    assert said["flash2"] is None and "belongs to flash-attn" in said["flash4"]
+
+
+@needs_nothing_installed
+def test_both(tmp_path):
+    said = environment(tmp_path, ("flash-attn", "2.8.3", TWO), ("flash-attn-4", "4.0.0b36", FOUR))
+    assert said["flash2"] is None and said["flash4"] is None
+
+
+@needs_nothing_installed
+def test_a_broken_2_does_not_hide_4(tmp_path):
+    said = environment(tmp_path, ("flash-attn", "2.8.3", BROKEN_TWO), ("flash-attn-4", "4.0.0b36", FOUR))
+    assert said["flash4"] is None
+    assert "undefined symbol" in said["flash2"] and "reinstall" in said["flash2"]
+
+
+@needs_nothing_installed
+def test_a_broken_4_does_not_hide_2(tmp_path):
+    said = environment(
+        tmp_path, ("flash-attn", "2.8.3", TWO), ("flash-attn-4", "4.0.0b36", {"flash_attn/cute/__init__.py": "import cutlass_dsl_absent\n"})
+    )
+    assert said["flash2"] is None and "cutlass_dsl_absent" in said["flash4"] and "reinstall" in said["flash4"]
+
+
+@needs_nothing_installed
+def test_files_of_2_over_those_of_4(tmp_path):
+    old = {"flash_attn/cute/__init__.py": "def flash_attn_func(q, k, v, softmax_scale=None, causal=False): ...\n"}
+    said = environment(tmp_path, ("flash-attn-4", "4.0.0b36", FOUR), ("flash-attn", "2.8.3", {**TWO, **old}))
+    assert said["flash2"] is None and "return_lse" in said["flash4"] and "copy that flash-attn 2 brings" in said["flash4"]
+
+
+@needs_nothing_installed
+def test_half_of_2(tmp_path):
+    said = environment(tmp_path, ("flash-attn-4", "4.0.0b36", FOUR), ("flash-attn", "2.8.3", {}))
+    assert said["flash4"] is None and "flash_attn_interface" in said["flash2"] and "reinstall" in said["flash2"]
+
+
+@needs_nothing_installed
+def test_too_old_by_number_not_by_letters(tmp_path):
+    assert "2.0.9" in environment(tmp_path / "old", ("flash-attn", "2.0.9", TWO))["flash2"]
+    assert environment(tmp_path / "new", ("flash-attn", "2.10.0", TWO))["flash2"] is None
+    assert environment(tmp_path / "newer", ("flash-attn", "10.0", TWO))["flash2"] is None
+
+
+@needs_nothing_installed
+def test_flash_attn_3_wherever_it_stands(tmp_path):
+    config = "CONFIG = {'build_flags': {'FLASHATTENTION_DISABLE_BACKWARD': True}}\n"
+    top = {"flash_attn_interface.py": FUNCTIONS, "flash_attn_config.py": config}
+    assert environment(tmp_path / "top", ("flash-attn-3", "3.0.0", top))["flash3"] is None
+    small = {"fa3_fwd_interface.py": FUNCTIONS, "fa3_fwd_config.py": config}
+    assert environment(tmp_path / "small", ("fa3-fwd", "0.0.3", small))["flash3"] is None
+    broken = environment(
+        tmp_path / "broken",
+        ("fa3-fwd", "0.0.3", {"fa3_fwd_interface.py": "raise OSError('libcudart.so.13')\n"}),
+        ("flash-attn", "2.8.3", TWO),
+    )
+    assert "libcudart.so.13" in broken["flash3"] and broken["flash2"] is None
+
+
+# ---------------------------------------------------------------------- true signatures, where the libraries' files are
+
+
+def signature_in(path: Path, name: str) -> set[str]:
+    tree = ast.parse(path.read_text())
+    function = next(n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.name == name)
+    return {a.arg for a in (*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs)}
+
+
+def files_of(distribution: str, name: str) -> Path:
+    """A file of an installed distribution, or of a wheel unpacked where ATTNREG_TEST_WHEELS says."""
+    from importlib.metadata import PackageNotFoundError, files
+
+    try:
+        return next(Path(f.locate()) for f in files(distribution) or () if str(f).endswith(name))
+    except (PackageNotFoundError, StopIteration):
+        found = list(Path(os.environ.get("ATTNREG_TEST_WHEELS", os.devnull)).glob(f"**/{name}"))
+        if not found:
+            pytest.skip(f"{distribution} is not installed, nor its wheel unpacked in ATTNREG_TEST_WHEELS")
+        return found[0]
+
+
+@pytest.mark.parametrize("name", flash4.NEEDED)
+def test_true_signatures_of_flash4(name):
+    assert set(flash4.NEEDED[name]) <= signature_in(files_of("flash-attn-4", "flash_attn/cute/interface.py"), name)
+
+
+def test_true_signatures_of_flash3():
+    path = files_of("fa3-fwd", "fa3_fwd_interface.py")
+    asked = {"softmax_scale", "causal", "window_size", "softcap"}
+    assert asked | {"deterministic", "return_attn_probs"} <= signature_in(path, "flash_attn_func")
+    names = {"cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"}
+    assert asked | names | {"deterministic", "return_attn_probs"} <= signature_in(path, "flash_attn_varlen_func")
+    names = {"cache_seqlens", "cache_leftpad", "page_table", "return_softmax_lse"}
+    assert asked | names <= signature_in(path, "flash_attn_with_kvcache")
+
+
+def test_padding_between_the_keys_and_the_query_keeps_distances_from_fitting():
+    right = Padding.from_lengths([3, 8], 8)
+    assert spec(1, 8, key_mask=right, causal=True).padding_fits_packing
+    assert not spec(1, 8, key_mask=right, causal=True, window=(2, None)).padding_fits_packing
