@@ -54,7 +54,7 @@ def run_jax(call: AttentionCall) -> torch.Tensor | tuple[torch.Tensor, torch.Ten
     options = Options(call.causal and equal, window, call.scale, call.return_lse)
     output, lse = _Attention.apply(options, query, key, value, bias, None if mask is None else _full(call, mask))
 
-    if call.head_dim < call.value_dim or call.head_dim > call.value_dim:
+    if call.head_dim != call.value_dim:
         output = output[..., : call.value_dim]
     empty = _empty(call, mask, equal)
     if queries is not None:
@@ -200,7 +200,7 @@ jax = Backend(
             Feature.DETERMINISTIC: NATIVE,
         },
         devices=("cpu",),
-        dtypes=(torch.float32, torch.bfloat16, torch.float16),
+        dtypes=(torch.float32, torch.bfloat16),
         rules=(_lse_unrounded,),
     ),
     priority=5,
