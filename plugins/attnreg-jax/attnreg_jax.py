@@ -89,7 +89,7 @@ class _Attention(torch.autograd.Function):
     """JAX's function with JAX's gradients. The bias's is only computed when it is wanted."""
 
     @staticmethod
-    def forward(ctx, options: Options, query, key, value, bias, mask):  # noqa: ANN001, ANN205
+    def forward(ctx, options: Options, query, key, value, bias, mask):
         arrays = [_to_jax(t) for t in (query, key, value, bias, mask)]
         ctx.options = options
         ctx.shape_of_bias = None if bias is None else bias.shape
@@ -102,7 +102,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, gradient, _of_lse):  # noqa: ANN001, ANN205
+    def backward(ctx, gradient, _of_lse):
         arrays = [_to_jax(t) for t in ctx.saved_tensors]
         found = _backward(ctx.options)(*arrays, _to_jax(gradient))
         found = [torch.from_dlpack(g) if wanted else None for g, wanted in zip(found, ctx.needs_input_grad[1:5])]
