@@ -200,7 +200,7 @@ jax = Backend(
             Feature.DETERMINISTIC: NATIVE,
         },
         devices=("cpu",),
-        dtypes=(torch.float32, torch.bfloat16),
+        dtypes=(torch.float32,),
         rules=(_lse_unrounded,),
     ),
     priority=5,
