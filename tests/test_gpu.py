@@ -9,7 +9,7 @@ import os
 
 import oracle
 import pytest
-import test_public_faults
+from test_public_faults import CASES
 import torch
 
 import attnreg
@@ -44,7 +44,7 @@ globals().update(_suites())
 
 def halved(case, dtype):
     """A public fault with query, key and value in half precision; what is added to the scores keeps its own."""
-    call = test_public_faults.CASES[case]
+    call = CASES[case]
     return {name: value.to(dtype) if name in ("query", "key", "value") else value for name, value in call.items()}
 
 
@@ -72,7 +72,7 @@ def must_be_able(call, name, **features):
 
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 @pytest.mark.parametrize("backend", NAMES)
-@pytest.mark.parametrize("case", test_public_faults.CASES)
+@pytest.mark.parametrize("case", CASES)
 def test_public_faults(case, backend, dtype):
     call = halved(case, dtype)
     on_card = {name: on_gpu(value) for name, value in call.items()}
