@@ -9,8 +9,8 @@ import os
 
 import oracle
 import pytest
-from test_public_faults import CASES
 import torch
+from test_public_faults import CASES
 
 import attnreg
 from attnreg import Feature
