@@ -260,6 +260,8 @@ def known_to_fit(call: AttentionCall) -> bool:
 
 def found_to_fit(call: AttentionCall) -> bool:
     """The same by looking at the masks: one copy to the host for each new pair of paddings, remembered on the key's."""
+    if 0 in (call.batch, call.query_length, call.key_length):
+        return True
     key, query = call.key_padding, call.query_padding
     holes_matter = call.window is not None or call.alibi_slopes is not None
     lengths = call.key_lengths is not None or call.query_lengths is not None or call.key_starts is not None

@@ -104,13 +104,19 @@ def run_flash(call: AttentionCall, kernels: Kernels) -> Output:
 
 
 def fitted(call: AttentionCall, kernels: Kernels, query, key, value) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Head dims as the kernels take them, multiples of 8, with zeros; the scale stays that of the true one. Last stride 1."""
+    """Head dims as the kernels take them, multiples of 8, with zeros; the scale stays that of the true one."""
     head_dim, value_dim = _eight(call.head_dim), _eight(call.value_dim)
     if not kernels.value_dim(head_dim, value_dim, bool(call.spec.gradients)):
         head_dim = value_dim = max(head_dim, value_dim)
     sizes = (head_dim, head_dim, value_dim)
-    tensors = (pad(t, (0, n - t.shape[-1])) if t.shape[-1] != n else t for t, n in zip((query, key, value), sizes))
-    return tuple(t if t.stride(-1) == 1 else t.contiguous() for t in tensors)
+    return tuple(_fitted(t, n, call.spec) for t, n in zip((query, key, value), sizes))
+
+
+def _fitted(tensor: torch.Tensor, size: int, spec: AttentionSpec) -> torch.Tensor:
+    if tensor.shape[-1] != size:
+        return pad(tensor, (0, size - tensor.shape[-1]))
+    # The kernels read 16 bytes at a time along a last dimension of stride 1.
+    return tensor if spec.unit_stride and spec.aligned else tensor.clone(memory_format=torch.contiguous_format)
 
 
 def _eight(size: int) -> int:

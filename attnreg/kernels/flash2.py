@@ -28,6 +28,7 @@ from .flash import (
     run_flash,
 )  # fmt: skip
 from .installed import Library, find
+from .sdpa import right_window
 
 INSTALL = "pip install flash-attn --no-build-isolation"
 
@@ -205,23 +206,9 @@ def claims(version: str) -> Capabilities:
         value_dim=Dims(largest=256),
         smallest_capability=(8, 0),
         rules=(
-            softcap, padding_must_fit(here), padding_needs_the_host(here), pages_rule(256), no_sink_gradients, _right_window, _backward_memory,
+            softcap, padding_must_fit(here), padding_needs_the_host(here), pages_rule(256), no_sink_gradients, right_window, _backward_memory,
         ),
     )  # fmt: skip
-
-
-def _right_window(spec: AttentionSpec) -> Reason | None:
-    """The kernel takes a right side of at least Sk slots for unlimited, which is wrong for queries that sit before slot 0."""
-    if spec.window is None or not spec.window[1] or spec.single_query:
-        return None
-    fewer = spec.sizes is not None and spec.sizes[1] < spec.sizes[2] and not (spec.padded or spec.page_size)
-    padded = spec.key_mask or spec.key_lengths or spec.query_lengths or spec.key_starts
-    alike = spec.key_mask == "right" and spec.query_mask == "right" and not (spec.key_lengths or spec.query_lengths or spec.key_starts)
-    if fewer or (spec.equal_lengths and (not padded or alike)):
-        return None
-    return Reason(
-        Feature.WINDOW.value, "limited on the right, with more queries than keys possible in a row", "limited on the left, or causal"
-    )
 
 
 def _backward_memory(spec: AttentionSpec) -> Reason | None:

@@ -34,7 +34,8 @@ def kernel_for(spec: AttentionSpec) -> str:
     largest = max(spec.head_dim, spec.value_dim)
     unmasked = not (spec.key_mask or spec.key_lengths or spec.key_starts or spec.packed or spec.query_lengths)
     plain = unmasked and spec.mask is None and spec.bias is None and spec.alibi is None and not spec.sinks
-    if plain and spec.dtype in _HALF and largest <= 256 and spec.capability >= (8, 0) and not flash_lacks_memory(spec):
+    fast = plain and spec.dtype in _HALF and largest <= 256 and spec.capability >= (8, 0)
+    if fast and not flash_lacks_memory(spec) and not misreads_window(spec):
         return "flash"
     if spec.dtype == torch.bfloat16 and spec.capability < (8, 0):
         return "math"
@@ -46,6 +47,24 @@ def flash_lacks_memory(spec: AttentionSpec) -> bool:
     small = (8, 6) <= spec.capability <= (8, 9) or spec.capability[0] == 12
     size = max(spec.head_dim, spec.value_dim)
     return small and bool(spec.gradients) and (192 < size <= 224 or (size > 224 and spec.dropout))
+
+
+def misreads_window(spec: AttentionSpec) -> bool:
+    """flash-attention 2's kernels take a right side of at least Sk slots for unlimited, which is wrong for queries that sit before slot 0."""
+    if spec.window is None or not spec.window[1] or spec.single_query:
+        return False
+    lengths = spec.key_lengths or spec.query_lengths or spec.key_starts
+    fewer = spec.sizes is not None and spec.sizes[1] < spec.sizes[2] and not (spec.padded or spec.page_size)
+    alike = not lengths and (not spec.key_mask or (spec.key_mask == "right" and spec.query_mask == "right"))
+    return not fewer and not (spec.equal_lengths and alike)
+
+
+def right_window(spec: AttentionSpec) -> Reason | None:
+    """The rule of backends with such a kernel."""
+    if not misreads_window(spec):
+        return None
+    asked = "limited on the right, with more queries than keys possible in a row"
+    return Reason(Feature.WINDOW.value, asked, "limited on the left, or causal")
 
 
 def run_for(spec: AttentionSpec) -> Callable[[AttentionCall], Output]:

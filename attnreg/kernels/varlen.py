@@ -20,7 +20,7 @@ from ..call import AttentionCall
 from ..capabilities import EMULATED, NATIVE, Capabilities, Dims, Reason, Support
 from ..spec import AttentionSpec, Feature
 from .rows import rows_of
-from .sdpa import flash_lacks_memory
+from .sdpa import flash_lacks_memory, right_window
 
 NEGATIVE_INFINITY = float("-inf")
 
@@ -207,7 +207,7 @@ def claims_of(kernel: Kernel | None) -> Capabilities:
         # Without a scale argument a padded head dim would change the scale.
         head_dim=Dims(largest=256, multiple=1 if "scale" in arguments else 8),
         smallest_capability=(8, 0),
-        rules=(padding_must_fit, _padding_needs_the_host, _deterministic_backward, _backward_memory, _pages, _equal_dims),
+        rules=(padding_must_fit, _padding_needs_the_host, _deterministic_backward, _backward_memory, right_window, _pages, _equal_dims),
     )
 
 
