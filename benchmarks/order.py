@@ -19,8 +19,6 @@ from timing import interleaved, warmed
 import attnreg
 from attnreg.packing import Padding
 
-CANDIDATES_LEFT_OUT = {"reference"}
-
 
 def grid() -> list[dict]:
     """Name, sizes, dtype, mode and options of every call."""
@@ -110,10 +108,10 @@ def too_large(entry: dict) -> bool:
     return entry["batch"] * entry["heads"] * entry["queries"] * entry["keys"] * 4 > 20e9
 
 
-def measured(entry: dict, seconds: float) -> dict:
+def measured(entry: dict, seconds: float, without: set[str]) -> dict:
     tensors, options = prepared(entry)
     selection = attnreg.explain(*tensors, **options)
-    able = [n for n in ([selection.chosen.name] if selection.chosen else []) + list(selection.able) if n not in CANDIDATES_LEFT_OUT]
+    able = [n for n in ([selection.chosen.name] if selection.chosen else []) + list(selection.able) if n not in without]
     functions, failed = {}, {}
     for name in able:
         own = attnreg.explain(*tensors, **options, backend=name)
@@ -154,6 +152,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", default=".", help="folder for order.json and order.md")
     parser.add_argument("--seconds", type=float, default=240.0, help="about how long the measuring may take, compilation not counted")
+    parser.add_argument("--without", default="reference", help="backends to leave out, with commas between")
     parser.add_argument("--only", default="", help="only calls whose kind contains this")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
@@ -164,7 +163,7 @@ def main() -> None:
     folder = pathlib.Path(arguments.out)
     folder.mkdir(parents=True, exist_ok=True)
     for number, entry in enumerate(entries):
-        results.append(measured(entry, share * 0.7))
+        results.append(measured(entry, share * 0.7, set(arguments.without.split(","))))
         r = results[-1]
         print(
             f"{number + 1}/{len(entries)} {time.perf_counter() - start:.0f} s",
