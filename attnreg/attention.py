@@ -166,6 +166,11 @@ def attention(
     return plan.run(call) if plan.run else run(call, plan.selection.chosen, plan.selection.run)
 
 
+def _arguments(names: dict[str, Any]) -> dict[str, Any]:
+    # Not a comprehension inside `attention`: before Python 3.12 that makes a cell of the traced frame, which the compiler refuses.
+    return {name: names[name] for name in ("query", "key", "value", *_OPTIONS)}
+
+
 def explain(query: torch.Tensor, key: torch.Tensor | None = None, value: torch.Tensor | None = None, **options: Any) -> Selection:
     """What `attention` would do with the same arguments, without running anything: what is chosen, and why nothing else is.
 

@@ -43,13 +43,14 @@ def poison_does_not_leak(backend: Backend, case: Case, tally: Tally) -> None:
             changes[name] = torch.where(real[:, :, None, None], tensor, bad)
     if "bias" in given.tensors:
         bias = given.tensors["bias"]
-        # A number that broadcasts to a real place is no padding.
-        shape = (case.batch, 1, case.query_length, case.key_length)
-        real = torch.ones(shape, dtype=torch.bool, device=bias.device)
-        real = real if keys is None else real & keys[:, None, None, :]
-        real = real if queries is None else real & queries[:, None, :, None]
-        for dim, size in enumerate(bias.shape):
-            real = real.any(dim, keepdim=True) if size == 1 else real
+        # A number is padding if every slot, or every query, that it is broadcast to is one.
+        real = torch.ones_like(bias, dtype=torch.bool)
+        for side, kept in ((keys, lambda r: r[:, None, None, :]), (queries, lambda r: r[:, None, :, None])):
+            if side is not None:
+                places = kept(side)
+                for dim, size in enumerate(bias.shape):
+                    places = places.any(dim, keepdim=True) if size == 1 else places
+                real = real & places
         changes["bias"] = torch.where(real, bias, float("nan"))
     if not changes:
         return

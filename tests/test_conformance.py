@@ -1,0 +1,86 @@
+"""The suite on the built-in backends that every machine has, and what it says about itself."""
+
+import json
+import subprocess
+import sys
+
+import hypothesis
+import pytest
+
+import attnreg
+from attnreg.conformance import Profile, conformance_suite, reproduce, run_checks
+from attnreg.conformance.cases import Case
+from attnreg.conformance.strategies import cases
+
+TestReference = conformance_suite("reference", devices=("cpu",))
+TestSdpa = conformance_suite("sdpa", devices=("cpu",))
+
+
+def test_a_printed_case_reads_back():
+    @hypothesis.settings(max_examples=200, derandomize=True)
+    @hypothesis.given(cases(attnreg.backends()["reference"].claims))
+    def same(case):
+        assert Case.read(str(case)) == case
+
+    same()
+    with pytest.raises(ValueError, match="words like batch=2"):
+        Case.read("batches=2")
+
+
+def test_reproduce_repeats_an_example():
+    reproduce("sdpa", "equals_reference[causal] query_length=3 key_length=5 causal=True")
+    with pytest.raises(ValueError, match="starts with a check of backend 'sdpa'"):
+        reproduce("sdpa", "no_such_check query_length=3")
+    with pytest.raises(LookupError, match="did you mean 'sdpa'"):
+        reproduce("sdpaa", "equals_reference")
+
+
+def test_the_report_is_a_certificate(tmp_path):
+    seen = []
+    report = run_checks("sdpa", profile=Profile(3, 2, "eager"), progress=lambda done, total, outcome: seen.append((done, total)))
+    assert report.passed, [o.text for o in report.outcomes if o.result == "failed"]
+    assert seen[-1] == (len(report.outcomes), len(report.outcomes))
+    report.write(tmp_path / "report.json")
+    written = json.loads((tmp_path / "report.json").read_text())
+    assert written["backend"] == "sdpa" and written["passed"] and written["versions"]["attnreg"] == attnreg.__version__
+    worst = written["worst_errors"]["causal"]
+    assert all(0 <= number["error"] <= number["allowed"] for dtype in worst.values() for number in dtype.values())
+    assert all(isinstance(check["seed"], int) for check in written["checks"])
+
+
+def test_nothing_run_is_not_passed():
+    absent = attnreg.Backend(
+        name="absent", run=lambda call: call.query, capabilities=attnreg.Capabilities(features={}),
+        missing=lambda: attnreg.Reason("missing", "a library", "not installed"),
+    )  # fmt: skip
+    assert not run_checks(absent).passed
+
+
+def test_the_plugin_adds_the_suite_to_a_run(tmp_path):
+    (tmp_path / "test_nothing.py").write_text("")
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "--attnreg-backend",
+        "reference",
+        "--attnreg-device",
+        "cpu",
+        "-k",
+        "halves_merge or dropout",
+    ]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0 and "2 passed" in done.stdout, done.stdout + done.stderr
+    done = subprocess.run([*command[:5], "no_such"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 4 and "no backend is called 'no_such'" in done.stdout + done.stderr
+
+
+def test_the_plugin_imports_pytest_only():
+    code = "import sys; import attnreg.conformance.pytest_plugin as p; print('hypothesis' in sys.modules)"
+    source = open(attnreg.conformance.__path__[0] + "/pytest_plugin.py").read()
+    assert [line for line in source.splitlines() if line.startswith(("import", "from"))] == [
+        "from __future__ import annotations",
+        "import pytest",
+    ]
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "False"
