@@ -29,7 +29,7 @@ def wrong(caught_by: str, *, but: tuple[Feature, ...] = (), rules: tuple = ()) -
     """Makes a backend of a run function. It claims what the reference does, but for `but`."""
 
     def made(run: Callable[[AttentionCall], object]) -> Callable:
-        features = {f: NATIVE for f in reference.claims.features if f not in (Feature.BATCH_INVARIANT, *but)}
+        features = {f: NATIVE for f in reference.claims.features if f not in but}
         claims = Capabilities(features=features, dtypes=reference.claims.dtypes, rules=rules)
         name = run.__name__
         WRONG[name] = Wrong(Backend(name=name, run=run, capabilities=claims, layout="bhsd"), caught_by)
@@ -512,4 +512,20 @@ WRONG["unclaimed_window_runs"] = Wrong(
         layout="bhsd",
     ),
     "refuses[window]",
+)
+
+
+def _batch_dependent(call):
+    output, lse = parts(call)
+    return both(call, output * (1 + 1e-6 * call.batch), lse)
+
+
+WRONG["claims_batch_invariance_and_depends_on_the_batch"] = Wrong(
+    Backend(
+        name="batch_dependent",
+        run=_batch_dependent,
+        capabilities=Capabilities(features={**reference.claims.features, Feature.BATCH_INVARIANT: NATIVE}, dtypes=reference.claims.dtypes),
+        layout="bhsd",
+    ),
+    "batch_invariant",
 )

@@ -8,7 +8,8 @@ scores and weights in that dtype, softmax in float32. With `eps` of the input dt
 
 The yardstick's error alone can be 0 by luck, as where one key takes all the weight; the second term is the floor for that. A gradient
 that is 0 because large terms cancel still carries their rounding, so its floor is the gradient's own formula with every product and
-every sum taken of absolute values: the size of what was added up.
+every sum taken of absolute values: the size of what was added up. A weight is as wrong, relatively, as its score is absolutely, so that
+the floor of gradients also has 2 * (eps of float32, or float64) * max|score| times that size.
 """
 
 from __future__ import annotations
@@ -97,19 +98,18 @@ def largest_difference(got: torch.Tensor, truth: torch.Tensor) -> float:
     return float(torch.nan_to_num(difference, nan=float("inf")).max())
 
 
-def allowed(times: float, yardstick: float, dtype: torch.dtype, size: float) -> float:
-    return times * yardstick + 8 * torch.finfo(dtype).eps * size
-
-
 def largest(tensor: torch.Tensor) -> float:
     """The largest finite absolute value, 0 for none."""
     return float(torch.nan_to_num(tensor.detach().double(), nan=0.0, posinf=0.0, neginf=0.0).abs().max()) if tensor.numel() else 0.0
 
 
-def gradient_sizes(call: AttentionCall, output_gradient: torch.Tensor, lse_gradient: torch.Tensor | None) -> dict[str, float]:
-    """For each tensor, the largest element of its gradient when nothing cancels.
+def gradient_floors(
+    call: AttentionCall, output_gradient: torch.Tensor, lse_gradient: torch.Tensor | None, dtype: torch.dtype
+) -> dict[str, float]:
+    """For each tensor, the error that its gradient may have where the yardstick has none: the largest element of the gradient when
+    nothing cancels, times the rounding of terms and of scores.
 
-    call: in float64. output_gradient: (B, Hq, Sq, Dv); lse_gradient: (B, Hq, Sq) or None.
+    call: in float64. dtype: of the case. output_gradient: (B, Hq, Sq, Dv); lse_gradient: (B, Hq, Sq) or None.
     """
     call = call.replaced()
     call.to_layout("bhsd")
@@ -144,4 +144,6 @@ def gradient_sizes(call: AttentionCall, output_gradient: torch.Tensor, lse_gradi
             distance = (slots(call)[:, None, :, None] - j).abs().double()
             by_row = (dscores * distance).sum((2, 3))
             sizes["alibi_slopes"] = largest(by_row if call.alibi_slopes.dim() == 2 else by_row.sum(0))
-    return sizes
+    wide = torch.promote_types(dtype, torch.float32)
+    rounding = 8 * torch.finfo(dtype).eps + 2 * torch.finfo(wide).eps * largest(scores)
+    return {name: rounding * size for name, size in sizes.items()}

@@ -107,7 +107,7 @@ def cases(
     mask = draw(pattern) if on(Feature.MASK) else None
     bias = draw(pattern) if on(Feature.BIAS) else None
     side = st.sampled_from((1, 0, 2, 5))
-    window_sides = draw(st.sampled_from(("left", "both", "right"))) if window else None
+    window_sides = draw(st.sampled_from(("left", "both") if causal else ("left", "both", "right"))) if window else None
     lse = on(Feature.LSE)
     sinks = on(Feature.SINKS)
     gradients: tuple[str, ...] = ()
