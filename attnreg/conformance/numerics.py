@@ -6,6 +6,8 @@ scores and weights in that dtype, softmax in float32. With `eps` of the input dt
     output, lse:  2 * (yardstick's error) + 8 * eps * (max|value|, for lse max(1, max|lse|))
     gradients:    3 * (yardstick's error) + 8 * eps * (the largest element of the gradient without cancellation)
 
+and, since the truth is itself rounded, 4 * (eps of float64) * max|score| * max|value| more, which only float64 inputs notice.
+
 The yardstick's error alone can be 0 by luck, as where one key takes all the weight; the second term is the floor for that. A gradient
 that is 0 because large terms cancel still carries their rounding, so its floor is the gradient's own formula with every product and
 every sum taken of absolute values: the size of what was added up. A weight is as wrong, relatively, as its score is absolutely, so that
@@ -75,6 +77,14 @@ def _scores(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
     if (seen := visible(call)) is not None:
         scores = scores.masked_fill(~seen, NEGATIVE_INFINITY)
     return scores, value, queries
+
+
+def truth_rounding(call: AttentionCall) -> float:
+    """How far the truth may itself be off, relatively: a weight is as wrong as its score is in float64. call: in float64."""
+    call = call.replaced()
+    call.to_layout("bhsd")
+    with torch.no_grad():
+        return 4 * torch.finfo(torch.float64).eps * largest(_scores(call)[0])
 
 
 plain = Backend(

@@ -65,6 +65,11 @@ _MOVED_BY_SPLITTING = frozenset(
 )
 
 
+_ROUND = 3
+"""Examples of one Hypothesis run: the simplest call, a drawn one, and a variation of it. A longer run spends most of its examples on
+variations of its first draws; many short ones, each with its own seed, see more kinds of calls."""
+
+
 class Check(NamedTuple):
     """One thing to check. `cases` is None for a check that draws nothing."""
 
@@ -187,8 +192,7 @@ def run_check(backend: Backend, check: Check, profile: Profile, tally: Tally, *,
     failures: dict[Case, str] = {}
 
     def one(case: Case) -> None:
-        # Hypothesis draws variations of what it drew, often the very same call: those cost nothing and do not count.
-        if (case in seen or (len(seen) >= check.examples and not failures)) and case not in failures:
+        if case in seen and case not in failures:
             return
         seen.add(case)
         wanted = case if check.name.startswith("refuses") else fitted(backend, case, check.required)
@@ -215,7 +219,7 @@ def run_check(backend: Backend, check: Check, profile: Profile, tally: Tally, *,
         else:
             phases = [hypothesis.Phase.generate] + ([hypothesis.Phase.shrink] if shrink else [])
             limits = hypothesis.settings(
-                max_examples=6 * check.examples,
+                max_examples=_ROUND,
                 derandomize=profile.derandomize,
                 database=None,
                 deadline=None,
@@ -223,7 +227,10 @@ def run_check(backend: Backend, check: Check, profile: Profile, tally: Tally, *,
                 report_multiple_bugs=False,
                 suppress_health_check=list(hypothesis.HealthCheck),
             )
-            limits(hypothesis.seed(chosen_seed)(hypothesis.given(case=check.cases)(lambda case: one(case))))()
+            for number in range(2 * check.examples):
+                if len(seen) >= check.examples:
+                    break
+                limits(hypothesis.seed(chosen_seed + number)(hypothesis.given(case=check.cases)(lambda case: one(case))))()
     except modes.Skipped as why:
         return outcome("skipped", str(why))
     except hypothesis.errors.Flaky:
