@@ -18,7 +18,7 @@ def run_chunked(call: AttentionCall, block: int = 256):
     queries, keys = real_queries(call), real_keys(call)
     query, key, value = (t.to(_accumulator(call)) for t in cleaned(call.query, call.key, call.value, queries, keys))
     group = call.query_heads // call.key_heads
-    query = query.unflatten(1, (call.key_heads, group)) * call.scale
+    query = query.unflatten(1, (call.key_heads, group))
 
     # Of the keys so far, for each row: the largest score, the sum of exp(score - largest), and the weighted sum of values.
     if call.sinks is None:
@@ -30,7 +30,7 @@ def run_chunked(call: AttentionCall, block: int = 256):
     output = query.new_zeros(*total.shape[:3], call.value_dim)
     for start in range(0, call.key_length, block):
         part = slice(start, min(start + block, call.key_length))
-        scores = (query @ key[:, :, None, part].transpose(-1, -2)).flatten(1, 2)
+        scores = call.scale * (query @ key[:, :, None, part].transpose(-1, -2)).flatten(1, 2)
         scores = _scored(call, scores, torch.arange(part.start, part.stop, device=call.device), keys)
         new = torch.maximum(largest, scores.detach().amax(-1, keepdim=True))
         # Where nothing was seen yet, -inf - -inf would be NaN.
