@@ -93,7 +93,9 @@ def test_the_way_of_padding():
 
         asked = spec(**options)
         ways[name] = tuple(way_for(asked, k) for k in (flash2.kernels("2.8.3"), flash2.kernels("2.5.0"), flash4._KERNELS))
-        assert not words(flash2.claims("2.8.3"), asked) and not words(flash4.claims("4.0.0b36"), asked), name
+        assert not words(flash2.claims("2.8.3"), asked), name
+        # The card refuted flash4's gradients through segments.
+        assert words(flash4.claims("4.0.0b36"), asked) == ({"backward"} if name == "left, training" else set()), name
     assert ways == {
         "left": ("cached", "gathered", "gathered"),
         "left, training": ("gathered", "gathered", "gathered"),

@@ -16,6 +16,7 @@ from ..backend import Backend, Output
 from ..call import AttentionCall
 from ..capabilities import EMULATED, NATIVE, Capabilities, Dims, Reason, Support
 from ..spec import AttentionSpec, Feature
+from .order import rank_of
 from .sdpa import needs_mask, run_around
 
 _WIDE = 91900
@@ -121,12 +122,6 @@ def _capabilities() -> Capabilities:
     )
 
 
-def _priority(spec: AttentionSpec) -> int:
-    # First where it was measured to be fastest; a mask that is read takes that away.
-    fast = spec.capability is not None and spec.capability[0] in (9, 10) and not needs_mask(spec)
-    return 70 if fast else 45
-
-
 def _notes(spec: AttentionSpec) -> Sequence[str]:
     notes = []
     if spec.padded and not spec.finite_padding:
@@ -137,5 +132,5 @@ def _notes(spec: AttentionSpec) -> Sequence[str]:
 
 
 cudnn = Backend(
-    name="cudnn", run=run_cudnn, capabilities=_capabilities, priority=_priority, missing=_missing, layout="bhsd", notes=_notes
+    name="cudnn", run=run_cudnn, capabilities=_capabilities, priority=rank_of("cudnn"), missing=_missing, layout="bhsd", notes=_notes
 )  # fmt: skip

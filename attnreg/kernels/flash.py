@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 
 from ..backend import Output
 from ..call import AttentionCall
-from ..capabilities import EMULATED, NATIVE, Reason, Support
+from ..capabilities import Reason
 from ..spec import AttentionSpec, Feature
 from ..visibility import real_queries
 from .rows import rows_of
@@ -216,11 +216,6 @@ def no_sink_gradients(spec: AttentionSpec) -> Reason | None:
     return None
 
 
-def padding_support(kernels: Callable[[], Kernels]) -> Callable[[AttentionSpec], Support]:
-    gathered = EMULATED("gathers the real tokens and scatters the result")
-    return lambda spec: gathered if way_for(spec, kernels()) == "gathered" else NATIVE
-
-
 def head_dim_notes(spec: AttentionSpec) -> Sequence[str]:
     return ("pads head dims to multiples of 8, in copies",) if spec.head_dim % 8 or spec.value_dim % 8 else ()
 
@@ -230,7 +225,9 @@ def notes_for(spec: AttentionSpec, kernels: Kernels) -> Sequence[str]:
     notes = [f"{way} keys" if way == "cached" else way, *head_dim_notes(spec)]
     if way == "gathered":
         known = "known to fit packing" if spec.padding_fits_packing else "without distances"
-        notes.append(f"drops padding, which is {known}; the same Padding object is packed once for all layers")
+        notes.append(
+            f"gathers the real tokens and scatters the result, padding being {known}; the same Padding object is packed once for all layers"
+        )
         if spec.key_lengths or spec.query_lengths or spec.key_starts:
             notes.append("counts the real tokens on the host: one copy a call; attnreg.packing.Padding with known lengths spares it")
     if way == "segments":

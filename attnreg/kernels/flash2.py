@@ -23,12 +23,12 @@ from .flash import (
     notes_for,
     padding_must_fit,
     padding_needs_the_host,
-    padding_support,
     pages_rule,
     run_flash,
 )  # fmt: skip
 from .installed import Library, find
-from .sdpa import right_window
+from .order import rank_of
+from .sdpa import no_early_window
 
 INSTALL = "pip install flash-attn --no-build-isolation"
 
@@ -158,14 +158,13 @@ def claims(version: str) -> Capabilities:
     """What a version can do. From the package's tags, not its notes: a gate is the first one that computes it right, backward too."""
     at_least = Version(version).__ge__
     here = functools.partial(kernels, version)
-    padding = padding_support(here)
     features = {
         Feature.CAUSAL: NATIVE,
-        Feature.QUERY_MASK: padding,
-        Feature.KEY_MASK: padding,
-        Feature.KEY_LENGTHS: padding,
-        Feature.QUERY_LENGTHS: padding,
-        Feature.KEY_STARTS: padding,
+        Feature.QUERY_MASK: NATIVE,
+        Feature.KEY_MASK: NATIVE,
+        Feature.KEY_LENGTHS: NATIVE,
+        Feature.QUERY_LENGTHS: NATIVE,
+        Feature.KEY_STARTS: NATIVE,
         Feature.PACKED: NATIVE,
         Feature.SCALE: NATIVE,
         Feature.DROPOUT: NATIVE,
@@ -206,7 +205,7 @@ def claims(version: str) -> Capabilities:
         value_dim=Dims(largest=256),
         smallest_capability=(8, 0),
         rules=(
-            softcap, padding_must_fit(here), padding_needs_the_host(here), pages_rule(256), no_sink_gradients, right_window, _backward_memory,
+            softcap, padding_must_fit(here), padding_needs_the_host(here), pages_rule(256), no_sink_gradients, no_early_window, _backward_memory,
         ),
     )  # fmt: skip
 
@@ -234,7 +233,7 @@ flash2 = Backend(
     name="flash2",
     run=run_flash2,
     capabilities=lambda: claims(_version()),
-    priority=80,
+    priority=rank_of("flash2"),
     missing=_missing,
     family="flash",
     notes=_notes,

@@ -22,11 +22,11 @@ from .flash import (
     notes_for,
     padding_must_fit,
     padding_needs_the_host,
-    padding_support,
     pages_rule,
     run_flash,
 )  # fmt: skip
 from .installed import Library, find
+from .order import rank_of
 
 INSTALL = "build flash-attention/hopper (python setup.py install), or pip install fa3-fwd for bfloat16 without a backward pass"
 _INTERFACES = ("flash_attn_interface", "flash_attn_3.flash_attn_interface", "fa3_fwd_interface")
@@ -128,11 +128,10 @@ def claims(flags: Mapping[str, bool]) -> Capabilities:
         return not flags.get(f"FLASHATTENTION_DISABLE_{name}", False)
 
     here = functools.partial(kernels, tuple(sorted(flags.items())))
-    padding = padding_support(here)
     features = {
         Feature.CAUSAL: NATIVE,
         Feature.UNEQUAL_LENGTHS: NATIVE,
-        Feature.QUERY_MASK: padding,
+        Feature.QUERY_MASK: NATIVE,
         Feature.SCALE: NATIVE,
         Feature.LSE: NATIVE,
         Feature.SINKS: EMULATED("scales the result by its lse and the sink"),
@@ -143,10 +142,10 @@ def claims(flags: Mapping[str, bool]) -> Capabilities:
     }
     if built("VARLEN"):
         features |= {
-            Feature.KEY_MASK: padding,
-            Feature.KEY_LENGTHS: padding,
-            Feature.QUERY_LENGTHS: padding,
-            Feature.KEY_STARTS: padding,
+            Feature.KEY_MASK: NATIVE,
+            Feature.KEY_LENGTHS: NATIVE,
+            Feature.QUERY_LENGTHS: NATIVE,
+            Feature.KEY_STARTS: NATIVE,
             Feature.PACKED: NATIVE,
         }
     gained = {"LOCAL": Feature.WINDOW, "SOFTCAP": Feature.SOFTCAP, "PAGEDKV": Feature.PAGED, "BACKWARD": Feature.BACKWARD}
@@ -198,7 +197,7 @@ flash3 = Backend(
     name="flash3",
     run=run_flash3,
     capabilities=_claims_here,
-    priority=85,
+    priority=rank_of("flash3"),
     missing=_missing,
     family="flash",
     notes=lambda spec: _notes(spec),

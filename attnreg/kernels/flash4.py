@@ -22,11 +22,12 @@ from .flash import (
     notes_for,
     padding_must_fit,
     padding_needs_the_host,
-    padding_support,
     pages_rule,
     run_flash,
+    way_for,
 )  # fmt: skip
 from .installed import Library, find, without_parent
+from .order import rank_of
 
 INSTALL = "pip install 'flash-attn-4[cu13]' (after flash-attn 2, whose files it shares)"
 NEEDED = {
@@ -119,16 +120,15 @@ def _here() -> Kernels:
 
 def claims(version: str) -> Capabilities:
     """What the library can do; the card decides more than the version does (`_by_card`)."""
-    padding = padding_support(_here)
     features = {
         Feature.CAUSAL: NATIVE,
         Feature.UNEQUAL_LENGTHS: NATIVE,
         Feature.WINDOW: NATIVE,
-        Feature.QUERY_MASK: padding,
-        Feature.KEY_MASK: padding,
-        Feature.KEY_LENGTHS: padding,
-        Feature.QUERY_LENGTHS: padding,
-        Feature.KEY_STARTS: padding,
+        Feature.QUERY_MASK: NATIVE,
+        Feature.KEY_MASK: NATIVE,
+        Feature.KEY_LENGTHS: NATIVE,
+        Feature.QUERY_LENGTHS: NATIVE,
+        Feature.KEY_STARTS: NATIVE,
         Feature.PACKED: NATIVE,
         Feature.PAGED: NATIVE,
         Feature.SOFTCAP: NATIVE,
@@ -149,13 +149,28 @@ def claims(version: str) -> Capabilities:
         value_dim=Dims(largest=256),
         smallest_capability=(8, 0),
         largest_capability=(12, 1),
-        rules=(padding_must_fit(_here), padding_needs_the_host(_here), pages_rule(1), no_sink_gradients, _by_card, _dims_by_card),
+        rules=(
+            padding_must_fit(_here),
+            padding_needs_the_host(_here),
+            pages_rule(1),
+            no_sink_gradients,
+            _no_segment_gradients,
+            _by_card,
+            _dims_by_card,
+        ),
     )
 
 
 def _value_dim(spec: AttentionSpec) -> Support:
     native = takes_dims(spec.head_dim, spec.value_dim, bool(spec.gradients))
     return NATIVE if native else EMULATED("pads the smaller of head dim and value dim")
+
+
+def _no_segment_gradients(spec: AttentionSpec) -> Reason | None:
+    """Seen on an H200 with 4.0.0b36: gradients of a query in a segment that has more queries than keys come out 0."""
+    if spec.gradients and way_for(spec, _KERNELS) in ("segments", "gathered"):
+        return Reason(Feature.BACKWARD.value, "through packed rows or padding", "forward only there", "flash2 gives it")
+    return None
 
 
 def _by_card(spec: AttentionSpec) -> Reason | None:
@@ -199,16 +214,11 @@ def _notes(spec: AttentionSpec) -> Sequence[str]:
     return notes
 
 
-def _priority(spec: AttentionSpec) -> int:
-    """Without split keys on a Hopper, one query leaves most of the card idle."""
-    return 70 if spec.single_query else 90
-
-
 flash4 = Backend(
     name="flash4",
     run=run_flash4,
     capabilities=_claims_here,
-    priority=_priority,
+    priority=rank_of("flash4"),
     missing=_missing,
     family="flash",
     notes=_notes,

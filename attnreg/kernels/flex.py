@@ -22,6 +22,7 @@ from ..capabilities import EMULATED, NATIVE, Capabilities, Dims, Reason
 from ..spec import AttentionSpec, Feature
 from ..visibility import cleaned, real_keys, real_queries
 from .block_masks import SIZE, Pairs, element, number, placed, remembered_block_mask
+from .order import rank_of
 
 NEGATIVE_INFINITY = float("-inf")
 SMALLEST_ON_CUDA = 16
@@ -233,7 +234,7 @@ flex = Backend(
         smallest_capability=(8, 0),
         rules=(_forward_only_on_a_cpu, _no_lse_on_a_cpu, _not_inside_a_compiled_cpu_region, _learned_bias_on_cuda, _no_compiler),
     ),
-    priority=lambda spec: 30 if spec.device == "cuda" else -50,
+    priority=lambda spec: rank_of("flex")(spec) if spec.device == "cuda" else -50,
     layout="bhsd",
     notes=_notes,
 )

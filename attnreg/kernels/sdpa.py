@@ -17,6 +17,7 @@ from ..call import AttentionCall
 from ..capabilities import EMULATED, NATIVE, Capabilities, Reason, Support
 from ..spec import AttentionSpec, Feature
 from ..visibility import added, cleaned, real_keys, real_queries, structure
+from .order import rank_of
 
 NEGATIVE_INFINITY = float("-inf")
 _HALF = (torch.float16, torch.bfloat16)
@@ -50,8 +51,9 @@ def flash_lacks_memory(spec: AttentionSpec) -> bool:
 
 
 def misreads_window(spec: AttentionSpec) -> bool:
-    """flash-attention 2's kernels take a right side of at least Sk slots for unlimited, which is wrong for queries that sit before slot 0."""
-    if spec.window is None or not spec.window[1] or spec.single_query:
+    """flash-attention 2's kernels take a right side of Sk slots or more for unlimited, and an unlimited one beside a limited left one for Sk
+    slots. Either is wrong for queries that sit before slot 0."""
+    if spec.window is None or spec.causal or spec.single_query:
         return False
     lengths = spec.key_lengths or spec.query_lengths or spec.key_starts
     fewer = spec.sizes is not None and spec.sizes[1] < spec.sizes[2] and not (spec.padded or spec.page_size)
@@ -59,12 +61,13 @@ def misreads_window(spec: AttentionSpec) -> bool:
     return not fewer and not (spec.equal_lengths and alike)
 
 
-def right_window(spec: AttentionSpec) -> Reason | None:
+def no_early_window(spec: AttentionSpec) -> Reason | None:
     """The rule of backends with such a kernel."""
     if not misreads_window(spec):
         return None
-    asked = "limited on the right, with more queries than keys possible in a row"
-    return Reason(Feature.WINDOW.value, asked, "limited on the left, or causal")
+    return Reason(
+        Feature.WINDOW.value, "without causality, where a row may have more queries than keys", "with causality, or equal lengths"
+    )
 
 
 def run_for(spec: AttentionSpec) -> Callable[[AttentionCall], Output]:
@@ -226,7 +229,9 @@ def repeated_and_padded(call: AttentionCall, query, key, value) -> tuple[torch.T
     if group > 1:
         key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
     step = 16 // query.dtype.itemsize
-    return tuple(pad(t, (0, -t.shape[3] % step)) if t.shape[3] % step else t for t in (query, key, value))
+    tensors = (pad(t, (0, -t.shape[3] % step)) if t.shape[3] % step else t for t in (query, key, value))
+    # The kernel wants every stride a multiple, those of dimensions of size 1 too, which nothing steps along.
+    return tuple(t.clone(memory_format=torch.contiguous_format) if any(n % step for n in t.stride()[:3]) else t for t in tensors)
 
 
 def roomy(mask: torch.Tensor, keys: int) -> torch.Tensor:
@@ -340,7 +345,8 @@ sdpa = Backend(
         dtypes=(torch.float16, torch.bfloat16, torch.float32, torch.float64),
         rules=(_lse_of_math, _deterministic_backward),
     ),
-    priority=50,
+    # On a CPU nothing else is near it.
+    priority=lambda spec: rank_of("sdpa")(spec) if spec.device == "cuda" else 50,
     layout="bhsd",
     notes=_notes,
 )

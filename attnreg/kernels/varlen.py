@@ -17,10 +17,11 @@ from torch.nn.functional import pad
 
 from ..backend import Backend, Output
 from ..call import AttentionCall
-from ..capabilities import EMULATED, NATIVE, Capabilities, Dims, Reason, Support
+from ..capabilities import NATIVE, Capabilities, Dims, Reason
 from ..spec import AttentionSpec, Feature
+from .order import rank_of
 from .rows import rows_of
-from .sdpa import flash_lacks_memory, right_window
+from .sdpa import flash_lacks_memory, no_early_window
 
 NEGATIVE_INFINITY = float("-inf")
 
@@ -171,21 +172,17 @@ def _equal_dims(spec: AttentionSpec) -> Reason | None:
     return None
 
 
-def _padding(spec: AttentionSpec) -> Support:
-    return NATIVE if spec.page_size else EMULATED("gathers the real tokens, and scatters the result")
-
-
 def claims_of(kernel: Kernel | None) -> Capabilities:
     """The claims for a signature; None stands for the newest."""
     arguments = frozenset({"scale", "window_size", "seqused_k", "block_table"}) if kernel is None else kernel.arguments
     features = {
         Feature.CAUSAL: NATIVE,
         Feature.UNEQUAL_LENGTHS: NATIVE,
-        Feature.QUERY_MASK: _padding,
-        Feature.KEY_MASK: _padding,
-        Feature.KEY_LENGTHS: _padding,
-        Feature.QUERY_LENGTHS: _padding,
-        Feature.KEY_STARTS: _padding,
+        Feature.QUERY_MASK: NATIVE,
+        Feature.KEY_MASK: NATIVE,
+        Feature.KEY_LENGTHS: NATIVE,
+        Feature.QUERY_LENGTHS: NATIVE,
+        Feature.KEY_STARTS: NATIVE,
         Feature.PACKED: NATIVE,
         Feature.LSE: NATIVE,
         Feature.GROUPED_HEADS: NATIVE,
@@ -207,14 +204,14 @@ def claims_of(kernel: Kernel | None) -> Capabilities:
         # Without a scale argument a padded head dim would change the scale.
         head_dim=Dims(largest=256, multiple=1 if "scale" in arguments else 8),
         smallest_capability=(8, 0),
-        rules=(padding_must_fit, _padding_needs_the_host, _deterministic_backward, _backward_memory, right_window, _pages, _equal_dims),
+        rules=(padding_must_fit, _padding_needs_the_host, _deterministic_backward, _backward_memory, no_early_window, _pages, _equal_dims),
     )
 
 
 def _notes(spec: AttentionSpec) -> Sequence[str]:
     notes = ["torch's varlen_attn"]
     if spec.padded and not spec.packed and not spec.page_size:
-        notes.append("drops padding, which is known to change nothing")
+        notes.append("drops padding, which is known to change nothing: gathers the real tokens, and scatters the result")
         if spec.key_lengths or spec.query_lengths or spec.key_starts:
             notes.append("counts the real tokens on the host: one copy a call; attnreg.Padding with known lengths spares it")
     if spec.packed:
@@ -228,7 +225,7 @@ varlen = Backend(
     name="varlen",
     run=run_varlen,
     capabilities=lambda: claims_of(find()),
-    priority=lambda spec: 60 if spec.padded or spec.page_size else 40,
+    priority=rank_of("varlen"),
     missing=_missing,
     notes=_notes,
     packs=True,

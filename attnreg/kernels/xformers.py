@@ -23,8 +23,9 @@ from ..backend import Backend, Output
 from ..call import AttentionCall
 from ..capabilities import EMULATED, NATIVE, Capabilities, Reason, Support
 from ..spec import AttentionSpec, Feature
+from .order import rank_of
 from .rows import Rows, rows_of
-from .sdpa import flash_lacks_memory, repeated_and_padded, roomy, run_around
+from .sdpa import flash_lacks_memory, no_early_window, repeated_and_padded, roomy, run_around
 from .varlen import padding_must_fit, padding_needs_the_host
 
 NEGATIVE_INFINITY = float("-inf")
@@ -352,9 +353,9 @@ xformers = Backend(
         },
         devices=("cuda",),
         dtypes=(torch.float16, torch.bfloat16, torch.float32),
-        rules=(_lse_with_gradients, _cutlass_card, _old_card, _host_lengths),
+        rules=(no_early_window, _lse_with_gradients, _cutlass_card, _old_card, _host_lengths),
     ),
-    priority=40,
+    priority=rank_of("xformers"),
     missing=find,
     notes=_notes,
     packs=True,

@@ -1,0 +1,44 @@
+"""The automatic order on CUDA: every built-in backend has its place in it, and every kind of call a line."""
+
+from __future__ import annotations
+
+import torch
+
+import attnreg
+from attnreg.kernels.order import ORDER, kind
+from attnreg.spec import AttentionSpec
+
+PREFILL = AttentionSpec("cuda", (9, 0), torch.bfloat16, 32, 8, 128, 128, causal=True, sizes=(2, 2048, 2048))
+KINDS = {
+    "short": {},
+    "long": {"sizes": (2, 8192, 8192)},
+    "one query": {"equal_lengths": False, "single_query": True},
+    "one query, lengths": {"equal_lengths": False, "single_query": True, "key_lengths": True},
+    "one query, window": {"equal_lengths": False, "single_query": True, "window": (True, False)},
+    "few queries": {"equal_lengths": False, "sizes": (2, 16, 4096)},
+    "unequal": {"equal_lengths": False, "sizes": (2, 512, 4096)},
+    "window": {"window": (True, False)},
+    "softcap": {"softcap": True},
+    "padded": {"key_mask": "left"},
+    "packed": {"packed": True},
+    "masked": {"mask": (True, False, True, True)},
+}
+
+
+def test_every_kind_has_its_line():
+    assert KINDS.keys() == ORDER.keys()
+    for name, changes in KINDS.items():
+        assert kind(PREFILL._replace(**changes)) == name
+
+
+def test_ranks_follow_the_line_and_stay_above_the_fallbacks():
+    backends = attnreg.backends()
+    for name, changes in KINDS.items():
+        spec = PREFILL._replace(**changes)
+        ranks = [backends[backend].rank(spec) for backend in ORDER[name].split()]
+        assert ranks == sorted(ranks, reverse=True) and len(set(ranks)) == len(ranks)
+        assert min(ranks) > max(b.rank(spec) for b in backends.values() if b.name not in ORDER[name].split())
+
+
+def test_unknown_lengths_are_taken_for_short():
+    assert kind(PREFILL._replace(sizes=None)) == "short"
