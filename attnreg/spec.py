@@ -151,3 +151,18 @@ class AttentionSpec(NamedTuple):
             Feature.DETERMINISTIC: self.deterministic,
         }
         return tuple(feature for feature, wanted in asked.items() if wanted)
+
+
+def spec_from(facts: tuple) -> AttentionSpec:
+    """The spec of `AttentionCall.facts`: the device's index becomes its compute capability."""
+    device, index, *rest = facts
+    return AttentionSpec(device, None if index is None else divmod(_capability(index), 10), *rest)
+
+
+def _capability(index: int) -> int:
+    """Compute capability of a CUDA device as one number, 90 for 9.0; a constant to the compiler."""
+    major, minor = torch.cuda.get_device_capability(index)
+    return 10 * major + minor
+
+
+_capability._dynamo_marked_constant = True

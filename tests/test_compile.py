@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
-
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import attnreg
-
-attention_module = importlib.import_module("attnreg.attention")
+from attnreg import selections
 
 
 class Compiled:
@@ -20,13 +17,13 @@ class Compiled:
         torch._dynamo.reset()
         self.counter = CompileCounterWithBackend("eager")
         self.selections = 0
-        select = attention_module.select
+        select = selections.select
 
         def counted(*args):
             self.selections += 1
             return select(*args)
 
-        monkeypatch.setattr(attention_module, "select", counted)
+        monkeypatch.setattr(selections, "select", counted)
         self.function = torch.compile(function, fullgraph=True, backend=self.counter)
 
     def __call__(self, *args):

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from ..call import Pages
 from .layers import Cache
 from .protocol import (
     Lengths,
+    Pages,
     Step,
     check_new,
     host_counts,

@@ -7,14 +7,22 @@ into spare room (`write`), the backend runs, and only then do the new tokens cou
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
-if TYPE_CHECKING:
-    from ..call import Pages
-
 Lengths = int | Sequence[int] | torch.Tensor
+
+
+class Pages(NamedTuple):
+    """Keys and values in pages: what a paged cache hands to a call in place of `key` and `value`."""
+
+    keys: torch.Tensor
+    """(pages, page_size, Hkv, D)"""
+    values: torch.Tensor
+    """(pages, page_size, Hkv, Dv)"""
+    block_table: torch.Tensor
+    """(B, n) int32: the page that holds slots `page_size * c` to `page_size * (c + 1) - 1` of row b."""
 
 
 class Step(NamedTuple):

@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
-from ..attention import run
 from ..backend import Backend
 from ..call import AttentionCall
 from ..kernels.reference import reference
 from ..policy import Policy
+from ..run import run
 from ..select import NoBackendError, Selection, select
 from ..spec import AttentionSpec, Feature
 from . import numerics

@@ -1,0 +1,110 @@
+"""A call with a cache: the keys that it would see once the new tokens are appended, and masks that cover them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..checks.tensors import check_sizes, check_tensor, take_tensors
+from ..packing import Padding
+
+if TYPE_CHECKING:
+    from ..call import AttentionCall
+    from .protocol import LayerCache
+
+
+def check_cache(cache: Any, key: Any, value: Any, key_lengths: Any) -> None:
+    if not hasattr(cache, "prepare"):
+        how = "; give one layer of it, cache.layer(i)" if hasattr(cache, "layer") else ""
+        raise TypeError(f"cache: one layer of a cache (attnreg.cache.LayerCache), got {type(cache).__name__}{how}")
+    if key_lengths is not None:
+        raise ValueError("key_lengths: not together with cache, which knows its rows' lengths; crop(lengths) shortens them")
+    if (key is None) != (value is None):
+        raise ValueError("key, value: both, to append; or both None, to attend without appending")
+
+
+def take_step(
+    call: AttentionCall,
+    cache: LayerCache,
+    query: Any,
+    key: Any,
+    value: Any,
+    n_heads: Any,
+    n_kv_heads: Any,
+    counts: Any,
+    window: Any,
+    key_mask: Any,
+) -> None:
+    """Query, key and value as they will be once the new tokens are appended. Changes nothing: `step` remembers what to do."""
+    bhsd = call.layout == "bhsd"
+    mask = key_mask.mask if isinstance(key_mask, Padding) else key_mask
+    if key is not None:
+        take_tensors(call, query, key, value, n_heads, n_kv_heads, packed=False)
+        new = (call.key.transpose(1, 2), call.value.transpose(1, 2)) if bhsd else (call.key, call.value)
+        step = cache.prepare(*new, counts, window, mask)
+        query = call.query
+    else:
+        check_tensor("query", query)
+        step = cache.prepare(None, None, None, window, mask)
+    call.pages = step.pages
+    if step.pages is None:
+        key, value = (step.key.transpose(1, 2), step.value.transpose(1, 2)) if bhsd else (step.key, step.value)
+        call.key, call.value = key, value
+    else:
+        call.key = call.value = None
+        if query.dtype != step.pages.keys.dtype or query.shape[-1] != step.pages.keys.shape[-1]:
+            raise ValueError(
+                f"query: dtype {step.pages.keys.dtype} and head dim {step.pages.keys.shape[-1]}, as in the cache, "
+                f"got {query.dtype} and {query.shape[-1]}"
+            )
+    if call.query is None:
+        if query.dim() == 3 and n_heads is not None:
+            query, call.shape_given = query.unflatten(2, (n_heads, -1)), "flat"
+        take_tensors(call, query, call.key, call.value, None, None, packed=False)
+    check_sizes(call, n_heads, n_kv_heads)
+    call.step, call.cache, call.key_lengths, call.repeatable = step, cache, step.key_lengths, False
+    if step.key_lengths is not None:
+        call.lengths_given = {"key_lengths": step.key_lengths}
+
+
+def masks_over(call: AttentionCall, given: dict[str, Any]) -> tuple:
+    """Masks and bias, which cover `step.slots`, cut or padded to the keys that the call sees."""
+    slots, size = call.step.slots, call.key_length
+    fitted = []
+    for name in ("key_mask", "mask", "bias"):
+        tensor = given[name]
+        if tensor is None:
+            fitted.append(tensor)
+            continue
+        padding = tensor if isinstance(tensor, Padding) else None
+        tensor = tensor if padding is None else padding.mask
+        check_tensor(name, tensor)
+        width = tensor.shape[-1] if tensor.dim() else 0
+        if name == "key_mask" and tuple(tensor.shape) != (call.batch, slots):
+            raise ValueError(
+                f"key_mask: shape (B, cache.slots(n_new)) = {(call.batch, slots)}, past and new tokens, got {tuple(tensor.shape)}"
+            )
+        if name != "key_mask" and tensor.dim() == 4 and width not in (1, slots):
+            raise ValueError(f"{name}: last dimension cache.slots(n_new) = {slots}, past and new tokens, or 1; got {width}")
+        if slots > size and width == slots:
+            tensor = tensor[..., :size]
+        elif slots < size and width == slots:
+            tensor = torch.nn.functional.pad(tensor, (0, size - slots))
+        elif padding is not None:
+            tensor = padding
+        fitted.append(tensor)
+    return tuple(fitted)
+
+
+def clean_queries(call: AttentionCall) -> None:
+    """What a cache hands over beyond its rows is finite, and padded queries are few: once they are clean, nothing else need be."""
+    if call.finite_padding or call.key_mask is not None or call.key_starts is not None:
+        return  # a slot that the caller hides may hold anything
+    real = call.query_mask
+    if call.query_lengths is not None:
+        inside = torch.arange(call.query_length, device=call.device)[None] < call.query_lengths[:, None]
+        real = inside if real is None else real & inside
+    if real is not None:
+        call.query = call.query.masked_fill(~(real[:, :, None, None] if call.layout == "bshd" else real[:, None, :, None]), 0.0)
+    call.finite_padding = True
