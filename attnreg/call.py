@@ -127,7 +127,9 @@ class AttentionCall:
             self._append(cache, query, key, value, n_heads, n_kv_heads, query_lengths, window, given["key_mask"])
             key_mask, mask, bias = self._masks_over(given, cache)
         self.causal, self.finite_padding, self.return_lse = causal, finite_padding, return_lse
-        self.deterministic = torch.are_deterministic_algorithms_enabled() if deterministic is None else bool(deterministic)
+        if deterministic is not None and not isinstance(deterministic, bool):
+            raise TypeError(f"deterministic: True, False, or None for torch's own switch, got {deterministic!r}")
+        self.deterministic = torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
         self.layer = layer
         if layer is not None and not isinstance(layer, str):
             raise TypeError(f"layer: a layer's name, as in 'model.layers.3.self_attn', got {layer!r}")
@@ -551,6 +553,8 @@ class AttentionCall:
             if given is None:
                 continue
             if isinstance(given, (list, tuple)):
+                if any(isinstance(n, (bool, float, str)) for n in given):
+                    raise TypeError(f"{name}: whole numbers, one a row, got {given!r}")  # torch would cut fractions off
                 given = torch.tensor(given, dtype=torch.int32)
             _check_tensor(name, given)
             as_given[name] = given
@@ -672,6 +676,8 @@ def _check_tensor(name: str, given: Any) -> None:
         raise TypeError(f"{name}: a torch.Tensor, got {type(given).__name__}")
     if given.is_nested:
         raise TypeError(f"{name}: a dense tensor; nested tensors are not taken: give packed rows with cu_seqlens")
+    if given.layout != torch.strided:
+        raise TypeError(f"{name}: a dense tensor, got layout {given.layout}; use to_dense()")
     if type(given).__name__ == "DTensor":
         raise TypeError(f"{name}: a local tensor; distributed tensors are not taken: use to_local() or local_map")
 
