@@ -130,7 +130,7 @@ def attention(
                 if known.fits(query, key, value):
                     plan = known
                     break
-        except (AttributeError, TypeError):  # not tensors, or not hashable: the checks below say what is wrong, or take it
+        except (AttributeError, TypeError, RuntimeError):  # not tensors, or not hashable: the checks below say what is wrong, or take it
             signature = None
     if plan is None:
         if arrays.foreign(query):

@@ -111,7 +111,9 @@ class AttentionCall:
             take_step(self, cache, query, key, value, n_heads, n_kv_heads, query_lengths, window, key_mask)
             key_mask, mask, bias = masks_over(self, {"key_mask": key_mask, "mask": mask, "bias": bias})
         self.causal, self.finite_padding, self.return_lse = causal, finite_padding, return_lse
-        self.deterministic = torch.are_deterministic_algorithms_enabled() if deterministic is None else bool(deterministic)
+        if deterministic is not None and not isinstance(deterministic, bool):
+            raise TypeError(f"deterministic: True, False, or None for torch's own switch, got {deterministic!r}")
+        self.deterministic = torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
         self.layer = layer
         if layer is not None and not isinstance(layer, str):
             raise TypeError(f"layer: a layer's name, as in 'model.layers.3.self_attn', got {layer!r}")

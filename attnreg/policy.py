@@ -97,11 +97,10 @@ def use(backend: Names | None, *, layers: str | None = None) -> None:
     order = None if backend is None else names(backend)
     if layers is None:
         process.order = order
-    elif order is None:
-        process.layers.pop(layers, None)
     else:
-        process.layers.pop(layers, None)
-        process.layers[layers] = order
+        # A new dictionary, the latest pattern last, since another thread may be going through the old one.
+        others = {pattern: listed for pattern, listed in process.layers.items() if pattern != layers}
+        process.layers = others if order is None else {**others, layers: order}
     changed()
 
 
@@ -142,13 +141,14 @@ def expect(backend: Names) -> Iterator[None]:
 def _inside(scope: Scope) -> Iterator[None]:
     if scope not in _scopes:
         _scopes.append(scope)
-    token, number = current_scope.set(scope), mirror.scope
+    token = current_scope.set(scope)
     mirror.scope = _scopes.index(scope)
     try:
         yield
     finally:
-        mirror.scope = number
         current_scope.reset(token)
+        # What is in force now, not what was before: blocks of asyncio tasks need not end in the order in which they began.
+        mirror.scope = _scopes.index(current_scope.get())
 
 
 def scope_of(number: int) -> Scope | None:
@@ -164,11 +164,12 @@ def in_force(backend: Names | None, layer: str | None, scope: Scope | None) -> P
     if scope.order is not None:
         return Policy(scope.order, "using(...) around this call", **modes)
     if layer is not None:
-        matching = [pattern for pattern in process.layers if fnmatch.fnmatchcase(layer, pattern)]
+        layers = process.layers
+        matching = [pattern for pattern in layers if fnmatch.fnmatchcase(layer, pattern)]
         if matching:
             # max keeps the first of equals, so the latest comes first.
             best = max(reversed(matching), key=lambda pattern: sum(c not in "*?[]" for c in pattern))
-            return Policy(process.layers[best], f"use(..., layers={best!r})", **modes)
+            return Policy(layers[best], f"use(..., layers={best!r})", **modes)
     if process.order is not None:
         return Policy(process.order, "use(...) for this process", **modes)
     written = os.environ.get(ENVIRONMENT, "").strip()

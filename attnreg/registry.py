@@ -47,7 +47,7 @@ class _Registry:
         self.origins: dict[str, str] = {}
         self.failures: list[PluginFailure] = []
         self.seconds: dict[str, float] = {}
-        self.loaded = False
+        self.loaded = self.loading = False
         self.lock = threading.RLock()
 
 
@@ -99,7 +99,7 @@ def unregister(name: str) -> None:
     """Takes a backend out of this process. Raises LookupError when there is none of that name."""
     load()
     check_name(name, "name", families=False)
-    del _registry.backends[name]
+    _registry.backends = {other: b for other, b in _registry.backends.items() if other != name}
     policy.changed()
 
 
@@ -125,16 +125,19 @@ def load() -> None:
     if _registry.loaded:
         return
     with _registry.lock:
-        if _registry.loaded:
+        # Other threads wait here until all is loaded. A plugin that calls attnreg while it is imported sees what is there so far.
+        if _registry.loaded or _registry.loading:
             return
-        # Set first: a plugin that calls attnreg while it is imported sees what is there so far.
-        _registry.loaded = True
+        _registry.loading = True
         try:
             _load_all()
         except BaseException:
-            _registry.loaded = False
+            _registry.backends, _registry.origins, _registry.failures = {}, {}, []
             raise
-        policy.changed()
+        finally:
+            _registry.loading = False
+        _registry.loaded = True
+    policy.changed()
 
 
 def _load_all() -> None:
@@ -201,7 +204,8 @@ def _add(backend: Backend, source: str, *, override: bool = False) -> None:
     families = {b.family for b in _registry.backends.values() if b.family}
     if backend.name in families or (backend.family and backend.family in _registry.backends):
         raise ValueError(f"name {backend.name!r} (family {backend.family!r}) of {source}: a name can't be a backend and a family at once")
-    _registry.backends[backend.name] = backend
+    # A new dictionary, since another thread may be going through the old one.
+    _registry.backends = {**_registry.backends, backend.name: backend}
     _registry.origins[backend.name] = source
 
 

@@ -307,3 +307,40 @@ def test_transformers_caches_both_ways():
 def test_a_whole_cache_instead_of_a_layer_is_named():
     with pytest.raises(TypeError, match=r"cache.layer\(i\)"):
         attention(*tensors(), cache=DynamicCache(1))
+
+
+def test_what_a_cache_was_made_from_stays_the_callers():
+    query, key, value = tensors()
+    before = key.clone()
+    for change in (lambda c: c.crop(3), lambda c: c.reset([0]), lambda c: c.crop([3] + [2] * (key.shape[0] - 1))):
+        cache = DynamicCache.from_legacy([(key, value)], layout="bshd")
+        change(cache)
+        assert torch.equal(key, before)
+    lengths = torch.full((key.shape[0],), key.shape[1], dtype=torch.int32)
+    lengths[0] = 2
+    cache = DynamicCache()
+    cache.load_state_dict({"layers.0.key": key, "layers.0.value": value, "layers.0.lengths": lengths})
+    counts = [1] + [0] * (key.shape[0] - 1)
+    attention(query[:, :1], key[:, :1] + 1, value[:, :1], cache=cache[0], query_lengths=counts)
+    assert torch.equal(key, before)
+
+
+def test_padding_of_a_state_does_not_leak():
+    query, key, value = tensors()
+    lengths = torch.full((key.shape[0],), key.shape[1], dtype=torch.int32)
+    lengths[0] = 2
+    poisoned = value.clone()
+    poisoned[0, 2:] = float("nan")
+    cache = DynamicCache()
+    cache.load_state_dict({"layers.0.key": key, "layers.0.value": poisoned, "layers.0.lengths": lengths})
+    assert not attention(query[:, :1], cache=cache[0]).isnan().any()
+
+
+def test_a_sliding_cache_is_saved_as_it_is_after_a_crop_of_some_rows():
+    query, key, value = tensors()
+    first, second = SlidingCache(1, left=2, rollback=2), SlidingCache(1, left=2, rollback=2)
+    attention(query[:, :8], key[:, :8], value[:, :8], cache=first[0], causal=True, window=(2, 0))
+    first.crop([7] + [8] * (key.shape[0] - 1))
+    second.load_state_dict(first.state_dict())
+    step = (query[:, 8:9], key[:, 8:9], value[:, 8:9])
+    assert torch.equal(*(attention(*step, cache=cache[0], causal=True, window=(2, 0)) for cache in (first, second)))

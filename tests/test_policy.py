@@ -89,3 +89,44 @@ def test_expect_fails_on_anything_else():
         assert ran(backend="sdpa") == "sdpa"
         with pytest.raises(AssertionError, match="reference"):
             ran(backend="reference")
+
+
+def test_blocks_of_tasks_that_end_out_of_order_leave_nothing_in_force():
+    async def main():
+        first, second = asyncio.Event(), asyncio.Event()
+
+        async def early():
+            with attnreg.using("reference"):
+                first.set()
+                await second.wait()
+
+        async def late():
+            await first.wait()
+            with attnreg.using("sdpa"):
+                second.set()
+                await asyncio.sleep(0.01)
+
+        await asyncio.gather(early(), late())
+
+    asyncio.run(main())
+    # What compiled code guards on, in this thread.
+    assert attnreg.policy.mirror.scope == 0 and attnreg.policy.current_scope.get() is None
+
+
+def test_a_pattern_set_by_another_thread_while_one_looks(monkeypatch):
+    attnreg.use("sdpa", layers="other.*")
+    attnreg.use("reference", layers="model.*")
+    matches, meanwhile = attnreg.policy.fnmatch.fnmatchcase, iter(["new.*"])
+
+    def interrupted(name, pattern):
+        for other in meanwhile:
+            threading.Thread(target=attnreg.use, args=("sdpa",), kwargs={"layers": other}).start()
+            threading.Event().wait(0.05)
+        return matches(name, pattern)
+
+    monkeypatch.setattr(attnreg.policy.fnmatch, "fnmatchcase", interrupted)
+    try:
+        assert ran(layer="model.1") == "reference"
+    finally:
+        for pattern in ("other.*", "model.*", "new.*"):
+            attnreg.use(None, layers=pattern)

@@ -34,6 +34,8 @@ class DynamicLayer:
         self._key: torch.Tensor | None = None
         self._value: torch.Tensor | None = None
         self._lengths: list[int] = []
+        self._lent = False
+        """Key and value are the caller's own, from `restore`: nothing may be written into them."""
 
     @property
     def lengths(self) -> torch.Tensor:
@@ -61,7 +63,7 @@ class DynamicLayer:
         if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (key, value, keys, values)):
             keys, values = (_appended(old, new, starts, counts, longest) for old, new in ((keys, key), (values, value)))
             return self._step(keys, values, after, (None, None, starts, counts), slots)
-        if keys is None or longest > keys.shape[1]:
+        if keys is None or longest > keys.shape[1] or self._lent:
             room = longest + longest // 4 + 16
             keys, values = zeros((len(starts), room, *key.shape[2:]), key), zeros((len(starts), room, *value.shape[2:]), value)
         return self._step(keys, values, after, (key, value, starts, counts), slots)
@@ -83,6 +85,7 @@ class DynamicLayer:
 
     def commit(self, step: Step) -> None:
         self._key, self._value, self._lengths = step.new[:3]
+        self._lent = False
 
     def undo(self, step: Step) -> None:
         keys, values, after, key, _, starts, _ = step.new
@@ -94,6 +97,8 @@ class DynamicLayer:
         lengths = shorter(self._lengths, lengths)
         if lengths == self._lengths:
             return
+        if self._lent:
+            self._key, self._value, self._lent = self._key.clone(), self._value.clone(), False
         if self._key.requires_grad or self._value.requires_grad:
             self._key, self._value = self._key[:, : max(lengths)], self._value[:, : max(lengths)]
             if not uniform(lengths):
@@ -113,6 +118,7 @@ class DynamicLayer:
             return
         index = torch.tensor(rows, device=self._key.device)
         self._key, self._value = self._key.index_select(0, index), self._value.index_select(0, index)
+        self._lent = False
         self._lengths = [self._lengths[r] for r in rows]
 
     def reset(self, rows: Sequence[int] | torch.Tensor | None = None) -> None:
@@ -133,8 +139,12 @@ class DynamicLayer:
         return self._key[:, :longest], self._value[:, :longest], self.lengths
 
     def restore(self, key: torch.Tensor, value: torch.Tensor, lengths: torch.Tensor) -> None:
-        # Taken as they are, without a copy: the next append finds no room, and makes its own.
-        self._key, self._value, self._lengths = key, value, lengths.tolist()
+        # Taken as they are, without a copy: the next change makes its own. Only what stands past a row's end is cleaned, in a copy.
+        self._key, self._value, self._lengths, self._lent = key, value, lengths.tolist(), True
+        if not uniform(self._lengths or [0]):
+            gone = torch.arange(key.shape[1], device=key.device)[None] >= lengths.to(key.device)[:, None]
+            self._key, self._value = (tensor.masked_fill(gone[..., None, None], 0.0) for tensor in (key, value))
+            self._lent = False
 
 
 def _appended(old: torch.Tensor | None, new: torch.Tensor, starts: list[int], counts: list[int], slots: int) -> torch.Tensor:

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 
 _NAMES = ("key", "value", "lengths")
+_SLIDING = ("held", "dropped_padding")
+"""Of a sliding cache besides."""
 
 
 def state_dict(cache: Any) -> dict[str, torch.Tensor]:
@@ -14,9 +16,9 @@ def state_dict(cache: Any) -> dict[str, torch.Tensor]:
     for index, layer in enumerate(cache.layers):
         for name, tensor in zip(_NAMES, layer.contents()):
             state[f"layers.{index}.{name}"] = tensor.detach().clone(memory_format=torch.contiguous_format)
-        padding = getattr(layer, "dropped_padding", None)
-        if padding is not None:
-            state[f"layers.{index}.dropped_padding"] = padding.clone()
+        for name in _SLIDING:
+            if (tensor := getattr(layer, name, None)) is not None:
+                state[f"layers.{index}.{name}"] = tensor.clone()
     return state
 
 
@@ -24,7 +26,7 @@ def load_state_dict(cache: Any, state: dict[str, torch.Tensor]) -> None:
     count = sum(1 for name in state if name.endswith(".key"))
     if cache.layers and count != len(cache.layers):
         raise ValueError(f"state: {len(cache.layers)} layers, as the cache has, got {count}")
-    known = {f"layers.{i}.{name}" for i in range(count) for name in (*_NAMES, "dropped_padding")}
+    known = {f"layers.{i}.{name}" for i in range(count) for name in (*_NAMES, *_SLIDING)}
     missing = {f"layers.{i}.{name}" for i in range(count) for name in _NAMES} - set(state)
     if missing or set(state) - known:
         raise ValueError(f"state: no state of a cache: missing {sorted(missing)}, unknown {sorted(set(state) - known)}")
@@ -39,6 +41,9 @@ def load_state_dict(cache: Any, state: dict[str, torch.Tensor]) -> None:
         if lengths.dtype not in (torch.int32, torch.int64):
             raise ValueError(f"state: lengths of layer {i} as int32 or int64, got {lengths.dtype}")
         keeps = hasattr(cache.layer(i), "keep")
+        held = state.get(f"layers.{i}.held")
+        if held is not None and (held.shape != lengths.shape or bool(((held < 0) | (held > key.shape[1]) | (held > lengths)).any())):
+            raise ValueError(f"state: held of layer {i} between 0 and the lengths {lengths.tolist()}, got {held.tolist()}")
         if lengths.numel() and (int(lengths.min()) < 0 or (not keeps and int(lengths.max()) > key.shape[1])):
             raise ValueError(f"state: lengths of layer {i} between 0 and {key.shape[1]}, got {lengths.tolist()}")
         rows.add(key.shape[0])
@@ -48,7 +53,7 @@ def load_state_dict(cache: Any, state: dict[str, torch.Tensor]) -> None:
     before = [_content(cache.layer(i)) for i in range(count)]
     try:
         for i in range(count):
-            _restore(cache.layer(i), {name: state.get(f"layers.{i}.{name}") for name in (*_NAMES, "dropped_padding")})
+            _restore(cache.layer(i), {name: state.get(f"layers.{i}.{name}") for name in (*_NAMES, *_SLIDING)})
     except BaseException:
         for i, content in enumerate(before):
             _restore(cache.layer(i), content)
@@ -59,14 +64,15 @@ def _content(layer: Any) -> dict[str, torch.Tensor] | None:
     if not layer.lengths.numel():
         return None
     content = dict(zip(_NAMES, (tensor.clone() for tensor in layer.contents())))
-    return {**content, "dropped_padding": getattr(layer, "dropped_padding", None)}
+    return {**content, **{name: getattr(layer, name, None) for name in _SLIDING}}
 
 
 def _restore(layer: Any, content: dict[str, torch.Tensor] | None) -> None:
     if content is None:
         layer.reset()
         return
-    layer.restore(content["key"], content["value"], content["lengths"])
+    held = {"held": content["held"]} if content["held"] is not None and hasattr(layer, "keep") else {}
+    layer.restore(content["key"], content["value"], content["lengths"], **held)
     if content["dropped_padding"] is not None:
         layer.dropped_padding = content["dropped_padding"]
 

@@ -49,6 +49,11 @@ class SlidingLayer:
         """How many tokens of each row are gone: slot j of a call is the row's token `dropped[b] + j`."""
         return [n - held for n, held in zip(self._lengths, self._held)]
 
+    @property
+    def held(self) -> torch.Tensor:
+        """(B,) how many of its last tokens each row still has."""
+        return torch.tensor(self._held, dtype=torch.int32)
+
     def slots(self, n_new: int) -> int:
         return max(self._held, default=0) + n_new
 
@@ -183,11 +188,16 @@ class SlidingLayer:
         longest = max(self._held, default=0)
         return self._moved(self._key, longest), self._moved(self._value, longest), self.lengths
 
-    def restore(self, key: torch.Tensor, value: torch.Tensor, lengths: torch.Tensor) -> None:
+    def restore(self, key: torch.Tensor, value: torch.Tensor, lengths: torch.Tensor, held: torch.Tensor | None = None) -> None:
+        """`held`: how many of a row's tokens stand in key and value, from slot 0 on; by default as many as there can be, whatever is first."""
         self._lengths = lengths.tolist()
-        held = [min(n, key.shape[1], self.keep) for n in self._lengths]
-        first = [min(n, key.shape[1]) - h for n, h in zip(self._lengths, held)]
-        self._key, self._value, self._held, self._starts = key.clone(), value.clone(), held, first
+        if held is None:
+            kept = [min(n, key.shape[1], self.keep) for n in self._lengths]
+            first = [min(n, key.shape[1]) - k for n, k in zip(self._lengths, kept)]
+        else:
+            kept = [min(n, self.keep) for n in held.tolist()]
+            first = [n - k for n, k in zip(held.tolist(), kept)]
+        self._key, self._value, self._held, self._starts = key.clone(), value.clone(), kept, first
         clear(self._key, [0] * len(first), first)
         clear(self._value, [0] * len(first), first)
         self.dropped_padding = None

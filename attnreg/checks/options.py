@@ -96,6 +96,8 @@ def take_lengths(call: AttentionCall, key_lengths: Any, query_lengths: Any, key_
         if given is None:
             continue
         if isinstance(given, (list, tuple)):
+            if any(isinstance(n, (bool, float, str)) for n in given):
+                raise TypeError(f"{name}: whole numbers, one a row, got {given!r}")  # torch would cut fractions off
             given = torch.tensor(given, dtype=torch.int32)
         check_tensor(name, given)
         as_given[name] = given

@@ -115,6 +115,8 @@ def check_tensor(name: str, given: Any) -> None:
         raise TypeError(f"{name}: a torch.Tensor, got {type(given).__name__}")
     if given.is_nested:
         raise TypeError(f"{name}: a dense tensor; nested tensors are not taken: give packed rows with cu_seqlens")
+    if given.layout != torch.strided:
+        raise TypeError(f"{name}: a dense tensor, got layout {given.layout}; use to_dense()")
     if type(given).__name__ == "DTensor":
         raise TypeError(f"{name}: a local tensor; distributed tensors are not taken: use to_local() or local_map")
 
