@@ -328,7 +328,7 @@ def test_inside_somebody_elses_compiled_region(uncompiled):
         return padded, packed
 
     traced = torch.compile(layer, fullgraph=True, backend="eager")
-    for length in (140, 150, 260):
+    for length in (140, 260):
         arguments = (*make(2, length, length), torch.rand(2, length) < 0.7, torch.tensor([0, 40, length - 3], dtype=torch.int32))
         for mine, right in zip(traced(*arguments), layer(*arguments)):
             torch.testing.assert_close(mine, right, atol=1e-5, rtol=1e-5)
