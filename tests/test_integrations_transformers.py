@@ -1,13 +1,13 @@
 """transformers' families on attnreg: random small weights built from a config, fp32, against the host's eager attention."""
 
 import copy
-import os
 import re
 import warnings
 from pathlib import Path
 
 import pytest
 import torch
+from amounts import always
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
@@ -17,7 +17,6 @@ from attnreg.integrations.transformers.attention import _from_host_mask  # noqa:
 from attnreg.integrations.transformers.masks import host_mask, recognise  # noqa: E402
 
 VERSION = tuple(int(part) for part in transformers.__version__.split(".")[:2])
-THOROUGH = os.environ.get("ATTNREG_THOROUGH") == "1"
 VOCABULARY = 40
 
 
@@ -255,7 +254,7 @@ def test_generation_with_a_static_cache_and_no_padding(family):
     assert generated(model, {"input_ids": ids}, cache_implementation="static") == wanted
 
 
-@pytest.mark.parametrize("family", ["Llama", "Mistral", "Gemma 3"] if not THOROUGH else [f for f in DECODERS if f != "Llama 4"])
+@pytest.mark.parametrize("family", always(["Llama", "Gemma 3"], [f for f in DECODERS if f != "Llama 4"]))
 def test_generation_compiled_whole_with_a_static_cache(family):
     if not hasattr(transformers, "CompileConfig"):
         pytest.skip("this transformers has no CompileConfig")
@@ -305,7 +304,7 @@ def test_a_chunk_onto_a_cache_equals_one_shot():
     assert ((torch.cat(parts, 1) - whole) * inputs["attention_mask"][:, :, None]).abs().max() < 2e-6
 
 
-@pytest.mark.parametrize("family", ["Mistral", "BERT", "T5"] if THOROUGH else ["Mistral", "BERT"])
+@pytest.mark.parametrize("family", always(["Mistral", "BERT"], ["Mistral", "BERT", "T5"]))
 def test_a_whole_forward_compiles_into_one_graph(family):
     torch._dynamo.reset()
     skip_if_silent(family)

@@ -6,10 +6,9 @@ import ast
 import importlib.util
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
+import fresh
 import pytest
 import torch
 
@@ -174,12 +173,7 @@ def environment(folder: Path, *distributions: tuple[str, str, dict]) -> dict[str
         "print(json.dumps({n: str(b[n].reason_missing) if b[n].reason_missing else None for n in ('flash2', 'flash3', 'flash4')}));"
         "import torch; q = torch.ones(1, 2, 1, 8); attnreg.attention(q, q, q); attnreg.explain(q, q, q, backend='flash')"
     )
-    paths = os.pathsep.join([str(folder), str(Path(attnreg.__file__).parents[1])])
-    ran = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": paths}, cwd=folder
-    )
-    assert ran.returncode == 0, ran.stderr
-    return json.loads(ran.stdout)
+    return json.loads(fresh.run(folder, script, folder, Path(attnreg.__file__).parents[1]))
 
 
 needs_nothing_installed = pytest.mark.skipif(

@@ -9,11 +9,11 @@ import dataclasses
 import importlib.metadata
 import importlib.util
 import math
-import subprocess
-import sys
 import textwrap
 import types
+from pathlib import Path
 
+import fresh
 import pytest
 import torch
 
@@ -291,10 +291,7 @@ def distribution(folder, name, version, **files):
 
 def look(folder):
     """What the adapter finds in a fresh interpreter with this folder before everything else."""
-    code = f"import sys; sys.path.insert(0, {str(folder)!r})\n" + LOOK
-    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert answer.returncode == 0, answer.stderr
-    return answer.stdout.strip().splitlines()[-1]
+    return fresh.run(folder, LOOK, folder, Path(attnreg.__file__).parents[1]).strip().splitlines()[-1]
 
 
 OPERATORS = """
