@@ -60,10 +60,9 @@ def test_lengths_are_compiled_for_few_sizes(length, padded):
 
 
 @here
-@pytest.mark.parametrize("shape", [(1, 4, 1, 8), (2, 1, 8, 8)])
-def test_the_gradient_of_a_bias_with_hidden_slots(shape):
+def test_the_gradient_of_a_bias_with_hidden_slots():
     given = [t.requires_grad_() for t in tensors()]
-    bias = torch.randn(shape)
+    bias = torch.randn(1, 4, 1, 8)
     bias[..., 3] = float("-inf")
     bias.requires_grad_()
     wanted = [*given, bias]
