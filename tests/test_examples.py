@@ -4,6 +4,7 @@ import importlib.util
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 
@@ -60,3 +61,20 @@ def test_sample_packing_notices_plain_causality(monkeypatch):
             example("sample_packing").main("forgets")
     finally:
         attnreg.unregister("forgets")
+
+
+def test_measured_order(capsys):
+    try:
+        orders = example("measured_order").main(length=32)
+        assert set(orders) == {"*.local.*", "*.global.*"} and all("sdpa" in order and order[-1] == "auto" for order in orders.values())
+        query = torch.randn(1, 4, 2, 8)
+        for pattern, order in orders.items():
+            selection = attnreg.explain(query, query, query, causal=True, layer=pattern.replace("*", "x"))
+            assert selection.order == tuple(order) and selection.chosen.name == order[0] and pattern in selection.source
+        assert attnreg.explain(query, query, query, layer="x.other.x").source == "automatic"
+        # What none of the measured ones can do goes its usual way.
+        assert attnreg.explain(query, query, query, sinks=torch.zeros(2), return_lse=True, layer="x.local.x").chosen is not None
+        assert "by use(..., layers='*.local.*')" in capsys.readouterr().out
+    finally:
+        for pattern in ("*.local.*", "*.global.*"):
+            attnreg.use(None, layers=pattern)

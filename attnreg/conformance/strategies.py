@@ -13,9 +13,12 @@ from .cases import Case
 
 SIZES = {
     "small": ((1, 2, 3, 4, 5, 7, 8, 9, 13, 16, 17), (1, 2, 3), (8, 4, 1, 3, 5, 12, 16, 20, 32)),
+    "few": ((8, 1, 5, 13), (2,), (8,)),
     "large": ((1, 2, 7, 16, 33, 64, 65, 100, 127, 128, 129, 200, 257, 300), (1, 2, 3), (64, 8, 40, 72, 80, 96, 128, 136, 192, 256)),
 }
-"""By name: query and key lengths, batch sizes, head dims. Simplest first, for shrinking."""
+"""By name: query and key lengths, batch sizes, head dims. Simplest first, for shrinking. "few" is for backends that compile for each."""
+_HEADS = {"few": ((2,), (2,))}
+"""Key heads, and groups of query heads."""
 _MORE_DIMS = (64, 128, 16, 32, 256, 96, 192, 512)
 _PADDED = (Feature.QUERY_MASK, Feature.KEY_MASK, Feature.KEY_LENGTHS, Feature.QUERY_LENGTHS, Feature.KEY_STARTS)
 _PACKED_ONLY = frozenset(_PADDED)
@@ -90,7 +93,8 @@ def cases(
     if on(Feature.VALUE_DIM):
         others = [n for n in head_dims(claims, sizes) + [8, 12] if n != head_dim and claims.value_dim.takes(n)]
         value_dim = draw(st.sampled_from(others)) if others else head_dim + 8
-    group = draw(st.sampled_from((2, 3, 4))) if on(Feature.GROUPED_HEADS) else 1
+    key_heads, groups = _HEADS.get(sizes, ((1, 2, 3), (2, 3, 4)))
+    group = draw(st.sampled_from(groups)) if on(Feature.GROUPED_HEADS) else 1
 
     def padded(feature: Feature) -> bool:
         return not packed and on(feature)
@@ -135,7 +139,7 @@ def cases(
         batch=batch,
         query_length=query_length,
         key_length=key_length,
-        key_heads=draw(st.sampled_from((1, 2, 3))),
+        key_heads=draw(st.sampled_from(key_heads)),
         group=group,
         head_dim=head_dim,
         value_dim=value_dim,

@@ -1,13 +1,17 @@
 """`jax.nn.dot_product_attention` on the CPU, and its gradients by `jax.vjp` through torch's autograd.
 
 JAX aligns causality and windows to the first key, gives the mean of the values where a row sees nothing, and makes NaN of a row whose
-bias is -inf throughout. So whatever is not the plain triangle or band of equal lengths is a boolean mask here, a bias holds finite
-numbers only, and rows that see nothing are known from the masks.
+bias is -inf throughout. So whatever is not the plain triangle of equal lengths is a boolean mask here, a bias holds finite numbers only,
+and rows that see nothing are known from the masks.
+
+XLA compiles for each shape. Lengths are therefore padded to few sizes, and what is only a number (the scale, the length) is an argument
+of the compiled function: a growing key cache compiles once for every 128 slots, not once for every token.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -17,17 +21,18 @@ from attnreg import EMULATED, NATIVE, AttentionCall, AttentionSpec, Backend, Cap
 from attnreg.visibility import added, cleaned, real_keys, real_queries, visible
 
 NEGATIVE_INFINITY = float("-inf")
-UNLIMITED = 2**30
-"""A window's side that is not limited."""
 
 
 class Options(NamedTuple):
     """What is compiled into the function, beside the shapes."""
 
     causal: bool
-    window: tuple[int, int] | None
-    scale: float
     return_lse: bool
+
+
+def padded_length(length: int) -> int:
+    """The size that a length is compiled for: 16, 32, 64, then multiples of 128."""
+    return -(-length // 128) * 128 if length > 64 else max(16, 1 << (length - 1).bit_length())
 
 
 def run_jax(call: AttentionCall) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -37,49 +42,58 @@ def run_jax(call: AttentionCall) -> torch.Tensor | tuple[torch.Tensor, torch.Ten
     if call.spec.padded and not call.finite_padding:
         heads_first = (t.transpose(1, 2) for t in (query, key, value))
         query, key, value = (t.transpose(1, 2) for t in cleaned(*heads_first, queries, real_keys(call)))
-    if call.head_dim != call.value_dim:
-        size = max(call.head_dim, call.value_dim)
-        query, key, value = (pad(t, (0, size - t.shape[3])) for t in (query, key, value))
-
-    equal = call.spec.equal_lengths and not call.spec.packed
-    window = None
-    if equal and call.window is not None:
-        window = tuple(UNLIMITED if side is None else side for side in call.window)
-    mask = visible(call.replaced(causal=False, window=None) if equal else call)
+    plain = call.causal and call.window is None and call.spec.equal_lengths and not call.spec.packed
+    mask = visible(call.replaced(causal=False) if plain else call)
     bias = added(call, torch.float32)
     if call.bias is not None:
         hidden = bias == NEGATIVE_INFINITY
         mask = ~hidden if mask is None else mask & ~hidden
         bias = bias.masked_fill(hidden, 0.0)
-    options = Options(call.causal and equal, window, call.scale, call.return_lse)
-    output, lse = _Attention.apply(options, query, key, value, bias, None if mask is None else _full(call, mask))
+    empty = _empty(call, mask, plain, queries)
 
-    if call.head_dim != call.value_dim:
-        output = output[..., : call.value_dim]
-    empty = _empty(call, mask, equal)
-    if queries is not None:
-        empty = ~queries[:, None, :] if empty is None else empty | ~queries[:, None, :]
+    size = max(call.head_dim, call.value_dim)
+    rows, columns = padded_length(call.query_length), padded_length(call.key_length)
+    query = _padded(query, rows, size)
+    key, value = _padded(key, columns, size), _padded(value, columns, size)
+    bias = None if bias is None else _spread(call, bias, rows, columns, 0.0)
+    mask = None if mask is None else _spread(call, mask, rows, columns, False)
+    # Under plain causality the slots added come after every query; a mask hides them itself.
+    lengths = None
+    if columns != call.key_length and mask is None and not plain:
+        lengths = torch.full((call.batch,), call.key_length, dtype=torch.int32)
+    output, lse = _Attention.apply(Options(plain, call.return_lse), call.scale, query, key, value, bias, mask, lengths)
+
+    output = output[:, : call.query_length, :, : call.value_dim]
     if empty is not None:
         output = output.masked_fill(empty.transpose(1, 2)[..., None], 0.0)
     if not call.return_lse:
         return output
-    lse = lse.transpose(1, 2)
+    lse = lse[:, : call.query_length].transpose(1, 2)
     return output, lse if empty is None else lse.masked_fill(empty, NEGATIVE_INFINITY)
 
 
-def _full(call: AttentionCall, mask: torch.Tensor) -> torch.Tensor:
-    """JAX broadcasts the heads, and nothing else when it groups them."""
-    return mask.expand(call.batch, mask.shape[1], call.query_length, call.key_length)
+def _padded(tensor: torch.Tensor, length: int, size: int) -> torch.Tensor:
+    """(B, S, H, D) with zeros up to (B, length, H, size); itself where it is so already."""
+    rest = (length - tensor.shape[1], size - tensor.shape[3])
+    return pad(tensor, (0, rest[1], 0, 0, 0, rest[0])) if any(rest) else tensor
 
 
-def _empty(call: AttentionCall, mask: torch.Tensor | None, equal: bool) -> torch.Tensor | None:
-    """Rows that see nothing, (B or 1, Hq or 1, Sq or 1); None means none."""
-    if mask is None:
-        return None
-    if equal and (call.causal or call.window is not None):
-        band = visible(call.replaced(key_mask=None, key_starts=None, mask=None, query_mask=None))
-        mask = mask & band
-    return ~mask.any(-1)
+def _spread(call: AttentionCall, tensor: torch.Tensor, rows: int, columns: int, fill: float | bool) -> torch.Tensor:
+    """A mask or bias, full in all but the heads, so that fewer shapes are compiled, and padded. JAX keeps all scores anyway."""
+    tensor = tensor.expand(call.batch, tensor.shape[1], call.query_length, call.key_length)
+    return pad(tensor, (0, columns - call.key_length, 0, rows - call.query_length), value=fill)
+
+
+def _empty(call: AttentionCall, mask: torch.Tensor | None, plain: bool, queries: torch.Tensor | None) -> torch.Tensor | None:
+    """Rows that see nothing or are padding, (B or 1, Hq or 1, Sq or 1); None means none."""
+    empty = None
+    if mask is not None:
+        if plain:
+            mask = mask & torch.ones(call.query_length, call.key_length, dtype=torch.bool).tril()
+        empty = ~mask.any(-1)
+    if queries is None:
+        return empty
+    return ~queries[:, None, :] if empty is None else empty | ~queries[:, None, :]
 
 
 # ---------------------------------------------------------------------- across the border
@@ -89,13 +103,11 @@ class _Attention(torch.autograd.Function):
     """JAX's function with JAX's gradients. The bias's is only computed when it is wanted."""
 
     @staticmethod
-    def forward(ctx, options: Options, query, key, value, bias, mask):
-        arrays = [_to_jax(t) for t in (query, key, value, bias, mask)]
-        ctx.options = options
-        ctx.shape_of_bias = None if bias is None else bias.shape
-        ctx.save_for_backward(query, key, value, bias, mask)
-        output, lse = _forward(options)(*arrays)
-        output, lse = torch.from_dlpack(output), None if lse is None else torch.from_dlpack(lse)
+    def forward(ctx, options: Options, scale: float, query, key, value, bias, mask, lengths):
+        ctx.options, ctx.scale = options, scale
+        ctx.save_for_backward(query, key, value, bias, mask, lengths)
+        result = _compiled(_attend, options)(scale, *map(_to_jax, (query, key, value, bias, mask, lengths)))
+        output, lse = (None if array is None else torch.from_dlpack(array) for array in result)
         if lse is not None:
             ctx.mark_non_differentiable(lse)
         return output, lse
@@ -103,10 +115,12 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, gradient, _of_lse):
-        arrays = [_to_jax(t) for t in ctx.saved_tensors]
-        found = _backward(ctx.options)(*arrays, _to_jax(gradient))
-        found = [torch.from_dlpack(g) if wanted else None for g, wanted in zip(found, ctx.needs_input_grad[1:5])]
-        return (None, *found, None)
+        with_bias = ctx.needs_input_grad[5]
+        pull = _compiled(_gradients, ctx.options._replace(return_lse=False), with_bias)
+        found = pull(ctx.scale, *map(_to_jax, ctx.saved_tensors), _to_jax(gradient))
+        wanted = ctx.needs_input_grad[2:6]
+        found = [torch.from_dlpack(g) if need else None for g, need in zip((*found, None), wanted)]
+        return (None, None, *found, None, None)
 
 
 def _to_jax(tensor: torch.Tensor | None) -> Any:
@@ -116,42 +130,35 @@ def _to_jax(tensor: torch.Tensor | None) -> Any:
     if tensor is None:
         return None
     tensor = tensor.detach()
-    if not (tensor.is_contiguous() or tensor.transpose(1, 2).is_contiguous()):
+    if not tensor.is_contiguous() and not (tensor.dim() == 4 and tensor.transpose(1, 2).is_contiguous()):
         tensor = tensor.contiguous()
     return jnp.from_dlpack(tensor)
 
 
-def _attend(options: Options, query, key, value, bias, mask):
+def _attend(options: Options, scale, query, key, value, bias, mask, lengths):
     import jax
 
     result = jax.nn.dot_product_attention(
-        query, key, value, bias, mask, scale=options.scale, is_causal=options.causal, local_window_size=options.window,
+        query, key, value, bias, mask, scale=scale, is_causal=options.causal, key_value_seq_lengths=lengths,
         implementation="xla", return_residual=options.return_lse,
     )  # fmt: skip
     return result if options.return_lse else (result, None)
 
 
-@functools.lru_cache(maxsize=256)
-def _forward(options: Options):
+def _gradients(options: Options, with_bias: bool, scale, query, key, value, bias, mask, lengths, gradient):
     import jax
 
-    return jax.jit(functools.partial(_attend, options))
+    def output(query, key, value, *of_bias):
+        return _attend(options, scale, query, key, value, *(of_bias or (bias,)), mask, lengths)[0]
+
+    return jax.vjp(output, query, key, value, *((bias,) if with_bias else ()))[1](gradient)
 
 
-@functools.lru_cache(maxsize=256)
-def _backward(options: Options):
+@functools.lru_cache(maxsize=64)
+def _compiled(function: Callable, *first: Any) -> Callable:
     import jax
 
-    options = options._replace(return_lse=False)
-
-    def gradients(query, key, value, bias, mask, gradient):
-        if bias is None:
-            _, pull = jax.vjp(lambda *t: _attend(options, *t, None, mask)[0], query, key, value)
-            return (*pull(gradient), None)
-        _, pull = jax.vjp(lambda *t: _attend(options, *t, mask)[0], query, key, value, bias)
-        return pull(gradient)
-
-    return jax.jit(gradients)
+    return jax.jit(functools.partial(function, *first))
 
 
 # ---------------------------------------------------------------------- the claims
@@ -167,7 +174,10 @@ _MASK = EMULATED("a (B, Hq or 1, Sq, Sk) mask")
 
 
 def _notes(spec: AttentionSpec) -> list[str]:
-    notes = ["jax.nn.dot_product_attention through XLA: keeps all scores, memory grows with Sq * Sk; compiles for each shape"]
+    notes = [
+        "jax.nn.dot_product_attention through XLA: keeps all scores, memory grows with Sq * Sk",
+        "compiles for each shape; lengths are padded to 16, 32, 64 or multiples of 128, in copies where they are none",
+    ]
     if spec.padded and not spec.finite_padding:
         notes.append("cleans padding in copies of query, key and value; finite_padding=True spares them")
     return notes
@@ -180,7 +190,7 @@ jax = Backend(
         features={
             Feature.CAUSAL: NATIVE,
             Feature.UNEQUAL_LENGTHS: _MASK,
-            Feature.WINDOW: lambda spec: NATIVE if spec.equal_lengths and not spec.packed else _MASK,
+            Feature.WINDOW: _MASK,
             Feature.QUERY_MASK: NATIVE,
             Feature.KEY_MASK: _MASK,
             Feature.MASK: NATIVE,

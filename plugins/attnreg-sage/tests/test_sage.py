@@ -47,8 +47,10 @@ def test_maps_the_call_and_leaves_the_keys_alone(library, causal, stride):
 def test_is_left_out_unless_allowed_or_named():
     claims = attnreg_sage.sage.claims
     assert claims.bound is not None
-    spec = attnreg.AttentionSpec("cuda", (9, 0), torch.float16, 4, 4, 64, 64)
+    spec = attnreg.AttentionSpec("cuda", (9, 0), torch.float16, 4, 4, 64, 64, causal=True)
     assert "approximate" in [r.what for r in attnreg.explain_spec(spec).rejected["sage"]]
     assert "approximate" not in [r.what for r in attnreg.explain_spec(spec, backend="sage").rejected.get("sage", ())]
     assert claims.reasons_against(spec) == ()
     assert claims.reasons_against(spec._replace(key_mask="right")) and claims.reasons_against(spec._replace(head_dim=72, value_dim=72))
+    # The kernel counts keys that are not there, up to the next multiple of 64.
+    assert [reason.what for reason in claims.reasons_against(spec._replace(causal=False))] == ["causal"]

@@ -1,0 +1,206 @@
+"""The conformance suite where the library runs; the mapping everywhere, by doubles of its two wrappers on the CPU.
+
+The doubles take what flashinfer-python 0.7.4's `plan` and `run` take, check what those demand, and give a row that sees nothing what the
+kernel might: numbers that must not be seen.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import types
+import typing
+
+import attnreg_flashinfer
+import pytest
+import torch
+
+import attnreg
+from attnreg import AttentionCall, Feature, Pages
+from attnreg.conformance import conformance_suite
+
+TestFlashinfer = conformance_suite("flashinfer")
+
+
+def attended(query, key, value, options):
+    """One segment as the kernel does it: output, lse to base 2, rubbish where nothing is seen."""
+    window = None if options["window_left"] < 0 else (options["window_left"], None)
+    output, lse = attnreg.attention(
+        query[None], key[None], value[None], causal=options["causal"], window=window, scale=options["sm_scale"], return_lse=True,
+        backend="reference",
+    )  # fmt: skip
+    blind = lse == float("-inf")
+    output = output.masked_fill(blind.transpose(1, 2)[..., None], 7.0)
+    return output[0], (lse / math.log(2)).masked_fill(blind, -5e4)[0].T
+
+
+class Wrapper:
+    made: typing.ClassVar[list[Wrapper]] = []
+
+    def __init__(self, float_workspace_buffer, kv_layout="NHD", *, backend="auto", use_tensor_cores=False):
+        assert float_workspace_buffer.dtype == torch.uint8 and not float_workspace_buffer.any() and kv_layout == "NHD"
+        self.backend, self.plans = backend, 0
+        Wrapper.made.append(self)
+
+    def finish(self, results, return_lse):
+        output, lse = (torch.cat(parts) for parts in zip(*results))
+        return (output, lse) if return_lse else output
+
+
+class Ragged(Wrapper):
+    def plan(self, qo_indptr, kv_indptr, num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo=None, *, causal=False, window_left=-1,
+             sm_scale=None, q_data_type="float16", kv_data_type=None):  # fmt: skip
+        assert qo_indptr.dtype == kv_indptr.dtype == torch.int32 and qo_indptr.device.type == kv_indptr.device.type == "cpu"
+        self.ends, self.dims = (qo_indptr.tolist(), kv_indptr.tolist()), (num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo)
+        self.options = {"causal": causal, "window_left": window_left, "sm_scale": sm_scale}
+        self.plans += 1
+
+    def run(self, q, k, v, *, return_lse=False):
+        assert (q.shape[1], k.shape[1], q.shape[2], v.shape[2]) == self.dims
+        of_query, of_key = self.ends
+        assert q.shape[0] == of_query[-1] and k.shape[0] == v.shape[0] == of_key[-1]
+        parts = zip(of_query, of_query[1:], of_key, of_key[1:])
+        return self.finish([attended(q[a:b], k[c:d], v[c:d], self.options) for a, b, c, d in parts], return_lse)
+
+
+class Decode(Wrapper):
+    def plan(self, indptr, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size, *, window_left=-1, sm_scale=None,
+             q_data_type="float16", kv_data_type=None):  # fmt: skip
+        assert indptr.dtype == indices.dtype == last_page_len.dtype == torch.int32
+        assert len(indices) == indptr[-1] and bool(((last_page_len >= 1) & (last_page_len <= page_size)).all())
+        self.pages = [indices[a:b].tolist() for a, b in zip(indptr.tolist(), indptr[1:].tolist())]
+        self.last, self.size = last_page_len.tolist(), page_size
+        self.options = {"causal": True, "window_left": window_left, "sm_scale": sm_scale}
+        self.plans += 1
+
+    def run(self, q, paged_kv_cache, *, return_lse=False):
+        results = []
+        for row, pages, last in zip(q, self.pages, self.last):
+            keys, values = (pool[pages].flatten(0, 1)[: (len(pages) - 1) * self.size + last] for pool in paged_kv_cache)
+            results.append(attended(row[None], keys, values, self.options))
+        return self.finish(results, return_lse)
+
+
+@pytest.fixture
+def library(monkeypatch):
+    doubles = types.SimpleNamespace(BatchPrefillWithRaggedKVCacheWrapper=Ragged, BatchDecodeWithPagedKVCacheWrapper=Decode)
+    monkeypatch.setattr(attnreg_flashinfer, "WORKSPACE", 16)
+    monkeypatch.setattr(attnreg_flashinfer, "_plans", {})
+    monkeypatch.setattr(attnreg_flashinfer, "_workspaces", {})
+    monkeypatch.setattr(Wrapper, "made", [])
+    monkeypatch.setitem(sys.modules, "flashinfer", doubles)
+
+
+def tensors(batch, queries, keys, heads=4, key_heads=2, dim=64):
+    return torch.randn(batch, queries, heads, dim), torch.randn(batch, keys, key_heads, dim), torch.randn(batch, keys, key_heads, dim)
+
+
+def same_as_reference(given, **options):
+    call = AttentionCall(*given, return_lse=True, **options)
+    assert all(reason.what in ("missing", "device", "dtype") for reason in attnreg_flashinfer.flashinfer.reasons_against(call.spec))
+    got = attnreg_flashinfer.run_flashinfer(call)
+    expected = attnreg.attention(*given, return_lse=True, backend="reference", **options)
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+    # Without the lse: the same output.
+    torch.testing.assert_close(attnreg_flashinfer.run_flashinfer(AttentionCall(*given, **options)), expected[0], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("lengths", [(5, 5), (3, 7), (7, 3), (1, 6)])
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"causal": True, "window": (2, None), "scale": 0.3}])
+def test_plain_batches(library, lengths, options):
+    same_as_reference(tensors(2, *lengths), **options)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("longest", [None, (4, 5)])
+def test_packed_rows_with_empty_segments_and_a_tail(library, causal, longest):
+    cu = torch.tensor([0, 4, 4, 6, 7]), torch.tensor([0, 2, 5, 5, 10])
+    given = tensors(1, 9, 11)
+    given[1][:, 10:], given[2][:, 10:], given[0][:, 7:] = (float("nan"),) * 3
+    same_as_reference(given, cu_seqlens=cu, max_seqlens=longest, causal=causal)
+
+
+def test_padding_is_dropped_where_that_changes_nothing(library):
+    padding = attnreg.Padding.from_lengths([4, 0, 6], 6, "right")
+    same_as_reference(tensors(3, 6, 6), key_mask=padding, query_mask=padding, causal=True)
+    bare = torch.tensor([[True, False, True, True]])
+    call = AttentionCall(*tensors(1, 4, 4), key_mask=bare, causal=True)
+    assert Feature.KEY_MASK in [reason.what for reason in attnreg_flashinfer.flashinfer.reasons_against(call.spec)]
+
+
+def paged(lengths, size=4, heads=8, window=None, return_lse=True):
+    batch, columns = len(lengths), max(-(-max(lengths) // size), 1)
+    table = torch.randperm(batch * columns).to(torch.int32).reshape(batch, columns)
+    pools = [torch.randn(batch * columns, size, 2, 64) for _ in range(2)]
+    query = torch.randn(batch, 1, heads, 64)
+    given = {"pages": Pages(*pools, table), "key_lengths": torch.tensor(lengths), "causal": True, "window": window}
+    return AttentionCall(query, None, None, return_lse=return_lse, **given)
+
+
+@pytest.mark.parametrize("window", [None, (3, None)])
+@pytest.mark.parametrize("lengths", [[1, 4, 5, 11], [8, 8], [0, 3], [0, 0]])
+def test_pages(library, lengths, window):
+    call = paged(lengths, window=window)
+    got = attnreg_flashinfer.run_flashinfer(call)
+    dense = call.replaced()
+    dense.gather_pages()
+    options = {"key_lengths": call.key_lengths, "causal": True, "window": window, "return_lse": True, "backend": "reference"}
+    torch.testing.assert_close(got, attnreg.attention(call.query, dense.key, dense.value, **options), rtol=1e-5, atol=1e-5)
+    assert all(r.what in ("missing", "device", "dtype") for r in attnreg_flashinfer.flashinfer.reasons_against(call.spec))
+
+
+def test_plans_once_for_what_stays_the_same(library):
+    given, cu = tensors(1, 6, 6), torch.tensor([0, 2, 6])
+    for _ in range(3):
+        attnreg_flashinfer.run_flashinfer(AttentionCall(*given, cu_seqlens=(cu, cu)))
+    (wrapper,) = Wrapper.made
+    assert wrapper.plans == 1 and wrapper.backend == "fa2"
+    attnreg_flashinfer.run_flashinfer(AttentionCall(*given, cu_seqlens=(cu.clone(), cu)))
+    assert wrapper.plans == 1, "the same numbers in another tensor"
+    cu[1] = 3
+    same_as_reference(given, cu_seqlens=(cu, cu))
+    attnreg_flashinfer.run_flashinfer(AttentionCall(*given, cu_seqlens=(cu, cu)))
+    assert wrapper.plans == 2, "numbers changed in place are seen"
+    other = tensors(2, 3, 3)
+    attnreg_flashinfer.run_flashinfer(AttentionCall(*other))
+    attnreg_flashinfer.run_flashinfer(AttentionCall(*other, causal=True))
+    assert len(Wrapper.made) == 2 and wrapper.plans == 3, "causality is another wrapper, other sizes another plan"
+
+
+def test_a_step_further_in_the_pages_plans_anew_and_its_layers_share_it(library):
+    call = paged([3, 6], return_lse=False)
+    for lengths in ([3, 6], [4, 7]):
+        for _ in range(2):
+            attnreg_flashinfer.run_flashinfer(call.replaced(key_lengths=torch.tensor(lengths)))
+    (wrapper,) = Wrapper.made
+    assert wrapper.plans == 2
+
+
+def test_a_plan_that_fails_leaves_no_half_planned_wrapper(library, monkeypatch):
+    given = tensors(2, 3, 3)
+    attnreg_flashinfer.run_flashinfer(AttentionCall(*given))
+    with monkeypatch.context() as broken:
+        broken.setattr(Ragged, "plan", lambda self, *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            attnreg_flashinfer.run_flashinfer(AttentionCall(*tensors(2, 4, 4)))
+    assert not attnreg_flashinfer._plans
+    same_as_reference(given)
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({"window": (True, False)}, "window"),
+        ({"page_size": 16}, "paged"),
+        ({"head_dim": 96, "value_dim": 96}, "head_dim"),
+        ({"gradients": ("query",)}, "backward"),
+        ({"value_dim": 128}, "value_dim"),
+        ({"capability": (7, 5)}, "capability"),
+        ({"softcap": True}, "softcap"),
+    ],
+)
+def test_what_is_not_claimed_is_refused(changes, what):
+    spec = attnreg.AttentionSpec("cuda", (9, 0), torch.bfloat16, 8, 2, 64, 64)
+    claims = attnreg_flashinfer.flashinfer.claims
+    assert claims.reasons_against(spec) == ()
+    assert what in [reason.what for reason in claims.reasons_against(spec._replace(**changes))]
