@@ -34,7 +34,7 @@ def interleaved(functions: Mapping[str, Callable[[], object]], seconds: float = 
 def _once(function: Callable[[], object]) -> float:
     before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     # Work for the card to be busy with, so that the host's time to enqueue the call is not what is measured.
-    torch.cuda._sleep(400_000)
+    torch.cuda._sleep(2_000_000)
     before.record()
     function()
     after.record()
