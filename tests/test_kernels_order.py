@@ -9,17 +9,21 @@ from attnreg.kernels.order import ORDER, kind
 from attnreg.spec import AttentionSpec
 
 PREFILL = AttentionSpec("cuda", (9, 0), torch.bfloat16, 32, 8, 128, 128, causal=True, sizes=(2, 2048, 2048))
+ONE = {"equal_lengths": False, "single_query": True, "sizes": (1, 1, 4096)}
 KINDS = {
-    "short": {},
-    "long": {"sizes": (2, 8192, 8192)},
-    "one query": {"equal_lengths": False, "single_query": True},
-    "one query, lengths": {"equal_lengths": False, "single_query": True, "key_lengths": True},
-    "one query, window": {"equal_lengths": False, "single_query": True, "window": (True, False)},
+    "short": {"sizes": (2, 1024, 1024)},
+    "long": {},
+    "one query": ONE,
+    "one query of few rows, lengths": {**ONE, "key_lengths": True},
+    "one query, lengths": {**ONE, "key_lengths": True, "sizes": (16, 1, 4096)},
+    "one query, window": {**ONE, "window": (True, False)},
+    "one query, softcap": {**ONE, "softcap": True},
     "few queries": {"equal_lengths": False, "sizes": (2, 16, 4096)},
     "unequal": {"equal_lengths": False, "sizes": (2, 512, 4096)},
     "window": {"window": (True, False)},
     "softcap": {"softcap": True},
-    "padded": {"key_mask": "left"},
+    "left padded": {"key_mask": "left"},
+    "padded": {"key_mask": "right"},
     "packed": {"packed": True},
     "masked": {"mask": (True, False, True, True)},
 }
@@ -29,6 +33,8 @@ def test_every_kind_has_its_line():
     assert KINDS.keys() == ORDER.keys()
     for name, changes in KINDS.items():
         assert kind(PREFILL._replace(**changes)) == name
+    assert kind(PREFILL._replace(sizes=(2, 1024, 1024), gradients=("query",))) == "long"
+    assert kind(PREFILL._replace(key_mask="left", gradients=("query",))) == "padded"
 
 
 def test_ranks_follow_the_line_and_stay_above_the_fallbacks():

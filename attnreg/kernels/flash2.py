@@ -28,7 +28,7 @@ from .flash import (
 )  # fmt: skip
 from .installed import Library, find
 from .order import rank_of
-from .sdpa import no_early_window
+from .sdpa import no_early_window, rows_fit
 
 INSTALL = "pip install flash-attn --no-build-isolation"
 
@@ -204,7 +204,7 @@ def claims(version: str) -> Capabilities:
         head_dim=Dims(largest=256),
         value_dim=Dims(largest=256),
         smallest_capability=(8, 0),
-        rules=(
+        rules=(rows_fit, 
             softcap, padding_must_fit(here), padding_needs_the_host(here), pages_rule(256), no_sink_gradients, no_early_window, _backward_memory,
         ),
     )  # fmt: skip

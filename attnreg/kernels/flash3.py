@@ -27,6 +27,7 @@ from .flash import (
 )  # fmt: skip
 from .installed import Library, find
 from .order import rank_of
+from .sdpa import rows_fit
 
 INSTALL = "build flash-attention/hopper (python setup.py install), or pip install fa3-fwd for bfloat16 without a backward pass"
 _INTERFACES = ("flash_attn_interface", "flash_attn_3.flash_attn_interface", "fa3_fwd_interface")
@@ -159,7 +160,7 @@ def claims(flags: Mapping[str, bool]) -> Capabilities:
         value_dim=Dims(largest=512),
         smallest_capability=(9, 0),
         largest_capability=(9, 0),
-        rules=(
+        rules=(rows_fit, 
             padding_must_fit(here), padding_needs_the_host(here), pages_rule(1), no_sink_gradients, _deterministic, functools.partial(_dims, flags),
         ),
     )  # fmt: skip

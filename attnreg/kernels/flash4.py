@@ -28,6 +28,7 @@ from .flash import (
 )  # fmt: skip
 from .installed import Library, find, without_parent
 from .order import rank_of
+from .sdpa import rows_fit
 
 INSTALL = "pip install 'flash-attn-4[cu13]' (after flash-attn 2, whose files it shares)"
 NEEDED = {
@@ -150,6 +151,7 @@ def claims(version: str) -> Capabilities:
         smallest_capability=(8, 0),
         largest_capability=(12, 1),
         rules=(
+            rows_fit,
             padding_must_fit(_here),
             padding_needs_the_host(_here),
             pages_rule(1),

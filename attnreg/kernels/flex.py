@@ -23,6 +23,7 @@ from ..spec import AttentionSpec, Feature
 from ..visibility import cleaned, real_keys, real_queries
 from .block_masks import SIZE, Pairs, element, number, placed, remembered_block_mask
 from .order import rank_of
+from .sdpa import rows_fit
 
 NEGATIVE_INFINITY = float("-inf")
 SMALLEST_ON_CUDA = 16
@@ -42,8 +43,8 @@ def run_flex(call: AttentionCall, attend: Callable | None = None) -> Output:
     queries = real_queries(call) if spec.padded else None
     if spec.padded and not spec.finite_padding:
         query, key, value = cleaned(query, key, value, queries, real_keys(call))
-    if not spec.unit_stride:
-        query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
+    if not spec.unit_stride or not spec.aligned:
+        query, key, value = (tensor.clone(memory_format=torch.contiguous_format) for tensor in (query, key, value))
     if spec.device == "cuda":
         query, key, value = (_at_least(tensor, SMALLEST_ON_CUDA) for tensor in (query, key, value))
     needs_lse = call.return_lse or call.sinks is not None
@@ -232,7 +233,7 @@ flex = Backend(
         head_dim=Dims(largest=256),
         value_dim=Dims(largest=256),
         smallest_capability=(8, 0),
-        rules=(_forward_only_on_a_cpu, _no_lse_on_a_cpu, _not_inside_a_compiled_cpu_region, _learned_bias_on_cuda, _no_compiler),
+        rules=(rows_fit, _forward_only_on_a_cpu, _no_lse_on_a_cpu, _not_inside_a_compiled_cpu_region, _learned_bias_on_cuda, _no_compiler),
     ),
     priority=lambda spec: rank_of("flex")(spec) if spec.device == "cuda" else -50,
     layout="bhsd",

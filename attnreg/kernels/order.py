@@ -12,42 +12,52 @@ from ..spec import AttentionSpec
 
 ORDER = {
     "one query": "cudnn flash3 flash2 flash4 xformers sdpa varlen flex",
-    "one query, lengths": "flash3 flash2 flash4 cudnn sdpa varlen xformers flex",
+    "one query of few rows, lengths": "flash3 flash2 flash4 cudnn sdpa xformers varlen flex",
+    "one query, lengths": "flash4 flash3 cudnn flash2 sdpa xformers varlen flex",
     "one query, window": "flash4 flash3 flash2 xformers varlen sdpa cudnn flex",
+    "one query, softcap": "flash3 flash2 flash4 flex",
     "few queries": "flash3 flash2 sdpa flash4 xformers cudnn varlen flex",
     "short": "cudnn flash4 flash3 flash2 sdpa xformers varlen flex",
     "long": "flash4 flash3 cudnn flash2 sdpa xformers varlen flex",
     "unequal": "flash4 flash3 flash2 sdpa xformers varlen cudnn flex",
     "window": "flash4 flash3 flash2 sdpa varlen xformers cudnn flex",
-    "softcap": "flash3 flash2 flash4 flex",
-    "padded": "flash3 flash2 flash4 varlen xformers cudnn sdpa flex",
-    "packed": "flash3 flash2 varlen flash4 xformers flex sdpa",
+    "softcap": "flash4 flash3 flash2 flex",
+    "left padded": "flash3 flash2 flash4 varlen xformers cudnn sdpa flex",
+    "padded": "flash4 flash3 flash2 varlen xformers cudnn sdpa flex",
+    "packed": "flash4 flash3 flash2 varlen xformers flex sdpa",
     "masked": "flash2 cudnn sdpa xformers flex",
 }
-SHORT = 2048
-"""Keys up to which cuDNN's start beats flash-attn 4's speed."""
+SHORT = 1024
+"""Keys up to which cuDNN's forward beats flash-attn 4's."""
 FEW = 64
 """Queries up to which flash-attn 2's split keys fill the card better than flash-attn 4's tiles."""
+ROWS = 128
+"""Batch rows times key heads that fill the card without splitting keys; with as few keys as `SHORT`, fewer do."""
 
 
 def kind(spec: AttentionSpec) -> str:
-    """Which line of `ORDER` a spec falls under."""
-    if spec.softcap:
-        return "softcap"
+    """Which line of `ORDER` a spec falls under. Sizes are known in eager mode only."""
+    batch, queries, keys = spec.sizes or (1, SHORT, SHORT)
     if spec.mask is not None or spec.bias is not None or spec.alibi is not None or spec.sinks:
         return "masked"
+    if spec.softcap:
+        return "one query, softcap" if spec.single_query else "softcap"
     if spec.packed:
         return "packed"
     if spec.single_query:
-        lengths = spec.key_lengths or spec.key_starts or spec.key_mask or spec.page_size
-        return "one query, window" if spec.window else "one query, lengths" if lengths else "one query"
+        if spec.window:
+            return "one query, window"
+        if not (spec.key_lengths or spec.key_starts or spec.key_mask or spec.page_size):
+            return "one query"
+        return "one query, lengths" if batch * spec.key_heads >= ROWS or keys <= SHORT else "one query of few rows, lengths"
     if spec.padded or spec.page_size:
-        return "padded"
+        # Forward, flash-attn 2 reads left padding in place.
+        return "left padded" if spec.key_mask == "left" and not spec.gradients else "padded"
     if spec.window:
         return "window"
     if not spec.equal_lengths:
-        return "few queries" if spec.sizes is not None and spec.sizes[1] <= FEW else "unequal"
-    return "long" if spec.sizes is not None and spec.sizes[2] > SHORT else "short"
+        return "few queries" if queries <= FEW else "unequal"
+    return "short" if keys <= SHORT and not spec.gradients else "long"
 
 
 def _rank(name: str, spec: AttentionSpec) -> int:

@@ -70,6 +70,13 @@ def no_early_window(spec: AttentionSpec) -> Reason | None:
     )
 
 
+def rows_fit(spec: AttentionSpec) -> Reason | None:
+    """The rule of kernels that don't split a batch into launches. Sizes are known as powers of two, so the last half is refused too."""
+    if spec.sizes is not None and spec.sizes[0] > _MOST_ROWS:
+        return Reason("batch", f"more than {_MOST_ROWS // 2} rows", "fewer, in one launch", "sdpa takes them part by part")
+    return None
+
+
 def run_for(spec: AttentionSpec) -> Callable[[AttentionCall], Output]:
     """The fused CPU kernel itself where nothing need be done around it, else `run_sdpa`."""
     plain = not spec.padded and spec.unit_stride and spec.head_dim == spec.value_dim and not spec.return_lse

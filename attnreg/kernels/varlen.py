@@ -21,7 +21,7 @@ from ..capabilities import NATIVE, Capabilities, Dims, Reason
 from ..spec import AttentionSpec, Feature
 from .order import rank_of
 from .rows import rows_of
-from .sdpa import flash_lacks_memory, no_early_window
+from .sdpa import flash_lacks_memory, no_early_window, rows_fit
 
 NEGATIVE_INFINITY = float("-inf")
 
@@ -204,7 +204,16 @@ def claims_of(kernel: Kernel | None) -> Capabilities:
         # Without a scale argument a padded head dim would change the scale.
         head_dim=Dims(largest=256, multiple=1 if "scale" in arguments else 8),
         smallest_capability=(8, 0),
-        rules=(padding_must_fit, _padding_needs_the_host, _deterministic_backward, _backward_memory, no_early_window, _pages, _equal_dims),
+        rules=(
+            rows_fit,
+            padding_must_fit,
+            _padding_needs_the_host,
+            _deterministic_backward,
+            _backward_memory,
+            no_early_window,
+            _pages,
+            _equal_dims,
+        ),
     )
 
 

@@ -25,7 +25,7 @@ from ..capabilities import EMULATED, NATIVE, Capabilities, Reason, Support
 from ..spec import AttentionSpec, Feature
 from .order import rank_of
 from .rows import Rows, rows_of
-from .sdpa import flash_lacks_memory, no_early_window, repeated_and_padded, roomy, run_around
+from .sdpa import flash_lacks_memory, no_early_window, repeated_and_padded, roomy, rows_fit, run_around
 from .varlen import padding_must_fit, padding_needs_the_host
 
 NEGATIVE_INFINITY = float("-inf")
@@ -269,6 +269,13 @@ def _attend(call: AttentionCall, query, key, value, bias, kernel) -> Output:
 # ---------------------------------------------------------------------- the claims
 
 
+def _two_sided_rows(spec: AttentionSpec) -> Reason | None:
+    """Seen on an H200 with 0.0.35: windows of rows laid one behind the other come out wrong without causality."""
+    if spec.window is not None and not spec.causal and spec.padded:
+        return Reason(Feature.WINDOW.value, "without causality, with padding or packed rows", "with causality, or without padding")
+    return None
+
+
 def _lse_with_gradients(spec: AttentionSpec) -> Reason | None:
     if spec.return_lse and (spec.gradients or spec.dropout):
         return Reason(Feature.LSE.value, "with gradients or dropout", "without: the function that gives an lse is outside autograd")
@@ -353,7 +360,7 @@ xformers = Backend(
         },
         devices=("cuda",),
         dtypes=(torch.float16, torch.bfloat16, torch.float32),
-        rules=(no_early_window, _lse_with_gradients, _cutlass_card, _old_card, _host_lengths),
+        rules=(rows_fit, no_early_window, _two_sided_rows, _lse_with_gradients, _cutlass_card, _old_card, _host_lengths),
     ),
     priority=rank_of("xformers"),
     missing=find,
