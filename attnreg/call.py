@@ -199,7 +199,6 @@ class AttentionCall:
 
     def examine_padding(self) -> None:
         """Finds the form of bare padding masks by looking at them: one copy to the host for each new mask tensor."""
-        self.repeatable = False
         if self.query_mask is not None and self.query_padding is None:
             self.query_padding = packing.Padding.from_mask(self.query_mask)
         if self.key_mask is not None and self.key_padding is None:
@@ -207,6 +206,9 @@ class AttentionCall:
             self.key_padding = self.query_padding if same else packing.Padding.from_mask(self.key_mask)
         if not packing.known_to_fit(self):
             self.fits_packing = packing.found_to_fit(self)
+        # A mask that has to be looked at every time makes another call every time.
+        masks = [mask for mask in (self.query_mask, self.key_mask) if mask is not None]
+        self.repeatable = self.repeatable and not any(mask.is_inference() for mask in masks)
         self._spec = None
 
     def facts(self) -> tuple:
