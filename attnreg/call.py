@@ -190,6 +190,14 @@ class AttentionCall:
                 self.key, self.value = self.key.transpose(1, 2), self.value.transpose(1, 2)
             self.layout = layout
 
+    def zeros(self) -> torch.Tensor:
+        """The output where no query sees a key. Connected to the inputs, so that a backward pass finds zero gradients."""
+        output = self.query.new_zeros((*self.query.shape[:3], self.value_dim))
+        for tensor in (self.query, self.key, self.value):
+            if tensor is not None and tensor.requires_grad:
+                output = output + tensor.masked_fill(torch.ones((), dtype=torch.bool, device=tensor.device), 0.0).sum()
+        return output
+
     def gather_pages(self) -> None:
         """Copies the pages of each row into key and value, for a kernel that reads no block table."""
         table = self.pages.block_table.long()
