@@ -132,7 +132,9 @@ def known(mask: Any) -> Padding | None:
     if isinstance(mask, Padding):
         return mask
     # Tensors made under inference_mode count no versions, so an in-place change could not be seen: those are looked at every time.
-    found = _examined.get(mask) if isinstance(mask, torch.Tensor) and not mask.is_inference() else None
+    if not _examined or not isinstance(mask, torch.Tensor) or mask.is_inference():
+        return None
+    found = _examined.get(mask)
     return found[1] if found is not None and found[0] == mask._version else None
 
 
