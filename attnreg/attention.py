@@ -117,14 +117,15 @@ def attention(
         or alibi_slopes is not None
         or sinks is not None
     ):
-        options = {"query_mask": query_mask, "key_mask": key_mask, "mask": mask, "bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks}
+        options = plans.optional(query_mask, key_mask, mask, bias, alibi_slopes, sinks)
     remembered, signature, plan = plans.by_signature, None, None
     if cache is None and cu_seqlens is None and key_lengths is None and query_lengths is None and key_starts is None:
         try:
             signature = (
                 query.shape, key.shape, causal, window, softcap, scale, dropout_p, finite_padding, layout, n_heads, n_kv_heads, return_lse,
                 max_seqlens, backend, layer, deterministic, _deterministic(), _grad_enabled(), scope,
-                options and tuple(map(signature_of, options.values())), query.is_cuda and on_device(query, key, value),
+                query.is_cuda and on_device(query, key, value),
+                options and tuple(map(signature_of, options.values())),
             )  # fmt: skip
             for known in remembered.get(signature, ()):
                 if known.fits(query, key, value):
@@ -138,6 +139,9 @@ def attention(
         call = _checked(locals())
         selection = choose(call, backend, layer, scope)
         if signature is not None and call.repeatable:
+            if options is not None:  # paddings may be known by now
+                options = plans.optional(query_mask, key_mask, mask, bias, alibi_slopes, sinks)
+                signature = (*signature[:-1], tuple(map(signature_of, options.values())))
             plans.remember(remembered, signature, query, key, value, call, selection)
         _last.selection = selection
         function = run if cache is None else run_appending

@@ -190,6 +190,14 @@ class AttentionCall:
                 self.key, self.value = self.key.transpose(1, 2), self.value.transpose(1, 2)
             self.layout = layout
 
+    def zeros(self) -> torch.Tensor:
+        """The output where no query sees a key. Connected to the inputs, so that a backward pass finds zero gradients."""
+        output = self.query.new_zeros((*self.query.shape[:3], self.value_dim))
+        for tensor in (self.query, self.key, self.value):
+            if tensor is not None and tensor.requires_grad:
+                output = output + tensor.masked_fill(torch.ones((), dtype=torch.bool, device=tensor.device), 0.0).sum()
+        return output
+
     def gather_pages(self) -> None:
         """Copies the pages of each row into key and value, for a kernel that reads no block table."""
         table = self.pages.block_table.long()
@@ -199,7 +207,6 @@ class AttentionCall:
 
     def examine_padding(self) -> None:
         """Finds the form of bare padding masks by looking at them: one copy to the host for each new mask tensor."""
-        self.repeatable = False
         if self.query_mask is not None and self.query_padding is None:
             self.query_padding = packing.Padding.from_mask(self.query_mask)
         if self.key_mask is not None and self.key_padding is None:
@@ -207,6 +214,9 @@ class AttentionCall:
             self.key_padding = self.query_padding if same else packing.Padding.from_mask(self.key_mask)
         if not packing.known_to_fit(self):
             self.fits_packing = packing.found_to_fit(self)
+        # A mask that has to be looked at every time makes another call every time.
+        masks = [mask for mask in (self.query_mask, self.key_mask) if mask is not None]
+        self.repeatable = self.repeatable and not any(mask.is_inference() for mask in masks)
         self._spec = None
 
     def facts(self) -> tuple:

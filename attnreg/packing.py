@@ -7,7 +7,7 @@ the host; `Padding` carries it from the place where it is known, the tokenizer's
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -84,11 +84,9 @@ class Padding:
             raise TypeError(
                 f"mask: a (B, S) bool tensor, True = a real token, got {mask.dtype} of shape {tuple(mask.shape)}; use mask.bool()"
             )
-        # Tensors made under inference_mode count no versions, so an in-place change could not be seen: those are looked at every time.
-        version = None if mask.is_inference() else mask._version
-        known = _examined.get(mask)
-        if known is not None and known[0] == version:
-            return known[1]
+        found = known(mask)
+        if found is not None:
+            return found
         size = mask.shape[1]
         lengths = mask.sum(1, dtype=torch.int32)
         slot = torch.arange(size, device=mask.device)[None]
@@ -99,8 +97,8 @@ class Padding:
         form = "right" if is_right else "left" if is_left else "any"
         # The entry must not keep its own key alive: the padding holds an alias of the mask, not the tensor object itself.
         padding = cls(mask.detach(), form, lengths, tuple(host))
-        if version is not None:
-            _examined[mask] = (version, padding)
+        if not mask.is_inference():
+            _examined[mask] = (mask._version, padding)
         return padding
 
     @property
@@ -127,6 +125,17 @@ class Padding:
 
 
 _examined = WeakTensorKeyDictionary()
+
+
+def known(mask: Any) -> Padding | None:
+    """What is known of a padding mask without looking at it: a declared form, or what was found in this tensor before."""
+    if isinstance(mask, Padding):
+        return mask
+    # Tensors made under inference_mode count no versions, so an in-place change could not be seen: those are looked at every time.
+    if not _examined or not isinstance(mask, torch.Tensor) or mask.is_inference():
+        return None
+    found = _examined.get(mask)
+    return found[1] if found is not None and found[0] == mask._version else None
 
 
 def pack(tensor: torch.Tensor, packed: Packed) -> torch.Tensor:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 
-from . import policy
+from . import packing, policy
 from .backend import Output
 from .call import AttentionCall
 from .select import Selection
@@ -28,10 +29,31 @@ class Plan(NamedTuple):
 by_signature: dict[tuple, list[Plan]] = {}
 
 
-def signature_of(tensor: torch.Tensor | None) -> tuple | None:
-    if tensor is None:
+def optional(
+    query_mask: Any, key_mask: Any, mask: torch.Tensor | None, bias: torch.Tensor | None, alibi_slopes: torch.Tensor | None, sinks: Any
+) -> dict[str, Any]:
+    """The tensors that few calls have, by their names in a call, with what is known of the padding."""
+    query_padding = None if query_mask is None else packing.known(query_mask)
+    key_padding = None if key_mask is None else query_padding if key_mask is query_mask else packing.known(key_mask)
+    return {
+        "query_mask": query_mask if query_padding is None else query_padding.mask,
+        "key_mask": key_mask if key_padding is None else key_padding.mask,
+        "mask": mask,
+        "bias": bias,
+        "alibi_slopes": alibi_slopes,
+        "sinks": sinks,
+        "query_padding": query_padding,
+        "key_padding": key_padding,
+    }
+
+
+def signature_of(given: torch.Tensor | packing.Padding | None) -> Any:
+    """What a plan depends on: of a tensor its facts; of a padding which one it is, for its form and whether it may be dropped stay."""
+    if given is None:
         return None
-    return tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad
+    if isinstance(given, packing.Padding):
+        return weakref.ref(given)  # equal while the padding lives, and to nothing afterwards
+    return given.shape, given.dtype, given.device, given.requires_grad
 
 
 def on_device(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple:
@@ -49,7 +71,11 @@ def remember(
     selection: Selection,
 ) -> None:
     """Makes the plan of a call. `plans`: `by_signature` as it was before the choice."""
-    template = {n: v for n, v in call.__dict__.items() if not isinstance(v, torch.Tensor) and v is not getattr(AttentionCall, n, signature)}
+    template = {
+        name: value
+        for name, value in call.__dict__.items()
+        if not isinstance(value, (torch.Tensor, packing.Padding)) and value is not getattr(AttentionCall, name, signature)
+    }
     as_it_is = call.layout == selection.chosen.layout and not call.return_lse and not selection.spec.zero_size
     plan = Plan(_fits(query, key, value), template, selection, selection.run if as_it_is else None)
     if len(plans) >= LIMIT:
@@ -61,7 +87,12 @@ def remember(
 def _fits(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], bool]:
     """The compiler's own guard, which looks at all three tensors in C; spelled out where a torch doesn't have it."""
     try:
-        return torch._C._dynamo.guards.TensorGuards(query, key, value, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+        guards = torch._C._dynamo.guards.TensorGuards
+        if query is not key and key is not value and query is not value:
+            return guards(query, key, value, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+        # One guard never lets the same tensor pass twice.
+        q, k, v = (guards(t, dynamic_dims_sizes=None, dynamic_dims_strides=None).check for t in (query, key, value))
+        return lambda query, key, value: q(query) and k(key) and v(value)
     except Exception:
         pass
 

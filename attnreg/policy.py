@@ -111,6 +111,11 @@ def using(backend: Names | None = None, *, require: Collection[str] = (), allow:
     require: modes that the backend must claim: "deterministic", "batch_invariant".
     allow: what automatic choice may take although it is left out by default: "approximate".
     Blocks nest: an inner one without a backend keeps the outer one's; modes add up.
+
+    Code under torch.compile can only look at its thread: it sees the block that was last entered or left there. So a task that awaits
+    between `using` and a compiled function may find another task's block in force, and a block around `asyncio.to_thread` does not reach
+    into that thread. Enter the block right around the compiled function, where nothing is awaited, or name the backend in the call. While
+    a function is being compiled, a block that differs is a RuntimeError.
     """
     for argument, given, known in (("require", require, MODES), ("allow", allow, PERMITS)):
         if isinstance(given, str):

@@ -50,12 +50,8 @@ def run_appending(call: AttentionCall, backend: Backend, function: Callable[[Att
 
 
 def _of_nothing(call: AttentionCall) -> Output:
-    """The result when a size is 0: no row sees anything. Connected to the inputs, so that a backward pass finds zero gradients."""
-    shape = (*call.query.shape[:3], call.value_dim)
-    output = call.query.new_zeros(shape)
-    for tensor in (call.query, call.key, call.value):
-        if tensor is not None and tensor.requires_grad:
-            output = output + tensor.masked_fill(torch.ones((), dtype=torch.bool, device=tensor.device), 0.0).sum()
+    """The result when a size is 0: no row sees anything."""
+    output = call.zeros()
     if not call.return_lse:
         return output
     dtype = torch.promote_types(call.query.dtype, torch.float32)

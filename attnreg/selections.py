@@ -48,10 +48,15 @@ def choose_while_tracing(call: AttentionCall, backend: policy.Names | None, laye
 def _chosen_while_tracing(facts: tuple, backend: Any, layer: str | None, epoch: int, scope: int) -> str:
     """The chosen backend's name. Runs at trace time, as ordinary Python; in a thread of its own, because loading a plugin or asking a
     library what it can do must not happen under the tracer's fake tensors, which are thread-local."""
+    around = policy.scope_of(scope)
+    if around != policy.current_scope.get():
+        raise RuntimeError(
+            f"using(...): this task's block is {policy.current_scope.get()}, but compiled code would see {around}, the last one entered or left "
+            "in this thread; enter the block right around the compiled function, with no await between, or give backend= in the call"
+        )
 
     def work() -> str:
         registry.load()
-        around = policy.scope_of(scope)
         selection = select(spec_from(facts), registry.backends().values(), policy.in_force(backend, layer, around), registry.failures())
         _check_selection(selection, around)
         return selection.chosen.name

@@ -367,3 +367,14 @@ def test_a_cpu_takes_it_only_when_asked_and_cuda_ranks_it_behind_the_fused_kerne
     assert flex.rank(spec) < 0 and flex.rank(spec._replace(device="cuda")) == 30
     cuda = spec._replace(device="cuda", capability=(9, 0), dtype=torch.bfloat16, head_dim=8, value_dim=8)
     assert any("pads head dims below 16" in note for note in flex.notes(cuda))
+
+
+@needs_a_compiler
+def test_a_small_call_on_a_cpu_is_not_worth_compiling():
+    def order(size):
+        selection = attnreg.explain(*(torch.empty(1, size, 8, 16) for _ in range(3)), softcap=20.0)
+        return [selection.chosen.name, *selection.able]
+
+    small, large = order(512), order(2048)
+    assert small.index("reference") < small.index("flex")
+    assert large.index("flex") < large.index("reference")

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import attnreg
+from attnreg import policy
 
 x = torch.ones(1, 2, 1, 8)
 
@@ -82,6 +83,31 @@ def test_using_stays_in_its_thread_and_task():
 
     assert asyncio.run(both()) == [("sdpa", "sdpa"), ("reference", "reference")]
     assert ran() != "reference"
+
+
+def test_what_compiled_code_sees_after_tasks_that_took_turns():
+    compiled = torch.compile(lambda q: attnreg.attention(q, q, q), backend="eager", fullgraph=True)
+
+    async def first():
+        with attnreg.using("reference"):
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+
+    async def second():
+        with pytest.raises(Exception, match="no await between"):
+            compiled(torch.randn(1, 2, 1, 8))
+        with attnreg.using("sdpa"):
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+
+    async def both():
+        await asyncio.gather(first(), second())
+
+    asyncio.run(both())
+    assert policy.mirror.scope == 0
+    with attnreg.using("sdpa"):
+        compiled(torch.randn(1, 2, 1, 8))
 
 
 def test_expect_fails_on_anything_else():

@@ -53,7 +53,6 @@ def take_masks(call: AttentionCall, query_mask: Any, key_mask: Any, mask: Any, b
         if isinstance(given, packing.Padding):
             setattr(call, f"{side}_padding", given)
             given = given.mask
-            call.repeatable = False
         name, size = f"{side}_mask", "Sq" if side == "query" else "Sk"
         _check_bool(name, given)
         if tuple(given.shape) != (call.batch, length):

@@ -28,6 +28,8 @@ from .sdpa import rows_fit
 NEGATIVE_INFINITY = float("-inf")
 SMALLEST_ON_CUDA = 16
 """The smallest head dim of the CUDA kernel."""
+SCORES_WORTH_COMPILING = 2**24
+"""From how many scores on, B * Hq * Sq * Sk, the reference on a CPU takes seconds too, at every call."""
 
 
 def run_flex(call: AttentionCall, attend: Callable | None = None) -> Output:
@@ -187,6 +189,14 @@ def _no_compiler(spec: AttentionSpec) -> Reason | None:
     return None
 
 
+def _priority(spec: AttentionSpec) -> int:
+    """On a CPU only when no other kernel can, and behind the reference too while that needs less time than compiling does."""
+    if spec.device == "cuda":
+        return rank_of("flex")(spec)
+    batch, query_length, key_length = spec.sizes or (1, SCORES_WORTH_COMPILING, 1)
+    return -50 if batch * spec.query_heads * query_length * key_length >= SCORES_WORTH_COMPILING else -150
+
+
 def _notes(spec: AttentionSpec) -> Sequence[str]:
     notes = ["compiles a kernel at the first call of a kind, which takes seconds"]
     if spec.device == "cuda" and min(spec.head_dim, spec.value_dim) < SMALLEST_ON_CUDA:
@@ -235,7 +245,7 @@ flex = Backend(
         smallest_capability=(8, 0),
         rules=(rows_fit, _forward_only_on_a_cpu, _no_lse_on_a_cpu, _not_inside_a_compiled_cpu_region, _learned_bias_on_cuda, _no_compiler),
     ),
-    priority=lambda spec: rank_of("flex")(spec) if spec.device == "cuda" else -50,
+    priority=_priority,
     layout="bhsd",
     notes=_notes,
 )

@@ -72,11 +72,8 @@ class Rows(NamedTuple):
         return lse.unflatten(1, (self.batch, self.size)).transpose(0, 1)
 
     def nothing(self, call: AttentionCall) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """The result where no query sees a key: zeros, connected to the inputs, so that a backward pass finds zero gradients."""
-        output = call.query.new_zeros((self.batch, self.size, call.query_heads, call.value_dim))
-        for tensor in (call.query, call.key, call.value):
-            if tensor is not None and tensor.requires_grad:
-                output = output + tensor.masked_fill(torch.ones((), dtype=torch.bool, device=tensor.device), 0.0).sum()
+        """The result where no query sees a key."""
+        output = call.zeros()
         if not call.return_lse:
             return output
         shape = (self.batch, call.query_heads, self.size)

@@ -1,0 +1,129 @@
+"""The repeated call: what is checked once is not checked again, and what changes the answer always is."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+
+import attnreg
+from attnreg import Backend, Padding
+from attnreg.call import AttentionCall
+from attnreg.kernels import reference
+
+
+@pytest.fixture
+def checked(monkeypatch):
+    """The calls that were checked in full, while a backend that packs is the first of all."""
+    seen = []
+    init = AttentionCall.__init__
+
+    def counted(self, *args, **kwargs):
+        seen.append(self)
+        init(self, *args, **kwargs)
+
+    monkeypatch.setattr(AttentionCall, "__init__", counted)
+    kernel = next(value for value in vars(reference).values() if isinstance(value, Backend))
+    attnreg.register(Backend("packing", kernel.run, kernel.capabilities, priority=10**6, layout=kernel.layout, packs=True))
+    yield seen
+    attnreg.unregister("packing")
+
+
+def tensors():
+    return [torch.randn(2, 4, 1, 8) for _ in range(3)]
+
+
+def left(*lengths):
+    return torch.arange(4)[None] >= 4 - torch.tensor(lengths)[:, None]
+
+
+GIVEN = {
+    "nothing more": dict,
+    "masks": lambda: dict.fromkeys(("query_mask", "key_mask"), left(3, 4)),
+    "two masks": lambda: {"query_mask": left(3, 4), "key_mask": left(3, 4)},
+    "a padding": lambda: dict.fromkeys(("query_mask", "key_mask"), Padding.from_lengths([3, 4], 4, "left")),
+    "a bias": lambda: {"bias": torch.randn(1, 1, 4, 4)},
+}
+
+
+@pytest.mark.parametrize("name", GIVEN)
+@pytest.mark.parametrize("same", [False, True])
+def test_a_repeated_call_is_checked_once(name, same, checked):
+    options = GIVEN[name]()
+    query, key, value = tensors()
+    call = (query, query, query) if same else (query, key, value)
+    outputs = [attnreg.attention(*call, causal=True, **options) for _ in range(4)]
+    assert len(checked) == 1
+    assert all(torch.equal(output, outputs[0]) for output in outputs)
+    assert torch.equal(outputs[0], attnreg.attention(*call, causal=True, backend="reference", **options))
+
+
+def test_another_padding_is_looked_at(checked):
+    call = tensors()
+    forms = []
+    for mask in (left(3, 4), left(2, 4), left(3, 4).flip(1), torch.tensor([[1, 0, 1, 1], [1, 1, 0, 1]]).bool()):
+        for _ in range(3):
+            output = attnreg.attention(*call, causal=True, key_mask=mask)
+        torch.testing.assert_close(output, attnreg.attention(*call, causal=True, key_mask=mask, backend="reference"))
+        output = attnreg.attention(*call, causal=True, key_mask=mask)
+        forms.append(attnreg.last_selection().spec.key_mask)
+    assert forms == ["left", "left", "right", "any"]
+    assert len(checked) == 8, "each mask once by each of the two ways"
+
+
+def test_a_mask_changed_in_place_is_looked_at_again(checked):
+    call, mask = tensors(), left(3, 4)
+    for _ in range(2):
+        attnreg.attention(*call, causal=True, key_mask=mask)
+    assert attnreg.last_selection().spec.key_mask == "left"
+    mask.copy_(mask.flip(1))
+    output = attnreg.attention(*call, causal=True, key_mask=mask)
+    assert attnreg.last_selection().spec.key_mask == "right"
+    assert torch.equal(output, attnreg.attention(*call, causal=True, key_mask=mask, backend="reference"))
+
+
+def test_a_mask_without_versions_is_looked_at_every_time(checked):
+    call = tensors()
+    with torch.inference_mode():
+        mask = left(3, 4)
+        attnreg.attention(*call, causal=True, key_mask=mask)
+        mask.copy_(mask.flip(1))
+        attnreg.attention(*call, causal=True, key_mask=mask)
+    assert attnreg.last_selection().spec.key_mask == "right"
+
+
+def test_a_plan_keeps_no_padding_alive(checked):
+    padding = Padding.from_lengths([3, 4], 4, "left")
+    for _ in range(2):
+        attnreg.attention(*tensors(), causal=True, key_mask=padding)
+    gone = weakref.ref(padding)
+    checked.clear()
+    del padding
+    gc.collect()
+    assert gone() is None
+
+
+def test_what_changes_the_answer_makes_another_plan(checked):
+    query, key, value = tensors()
+    attnreg.attention(query, key, value)
+    for changed in (
+        dict(causal=True),
+        dict(window=(1, None)),
+        dict(scale=2.0),
+        dict(softcap=3.0),
+        dict(sinks=torch.zeros(1)),
+        dict(query=query.double(), key=key.double(), value=value.double()),
+        dict(query=query.requires_grad_()),
+        dict(backend="reference"),
+    ):
+        count = len(checked)
+        given = {"query": query.detach(), "key": key, "value": value, **changed}
+        attnreg.attention(**given)
+        assert len(checked) == count + 1, changed
+        attnreg.attention(**given)
+        assert len(checked) == count + 1, changed
+    with attnreg.using("reference"):
+        attnreg.attention(query.detach(), key, value)
+        assert attnreg.last_selection().chosen.name == "reference"
