@@ -59,9 +59,16 @@ def remember(
 
 
 def _fits(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], bool]:
-    """The compiler's own guard, which looks at all three tensors in C; spelled out where a torch doesn't have it."""
+    """The compiler's own guard, which looks at all tensors in C; spelled out where a torch doesn't have it, or where it can't be asked: it
+    refuses the same tensor twice."""
     try:
-        return torch._C._dynamo.guards.TensorGuards(query, key, value, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+        guards = torch._C._dynamo.guards.TensorGuards
+        sizes = {"dynamic_dims_sizes": None, "dynamic_dims_strides": None}
+        if query is not key and query is not value and key is not value:
+            return guards(query, key, value, **sizes).check
+        if query is not key and key is value:
+            both = guards(query, key, **sizes).check
+            return lambda query, key, value: key is value and both(query, key)
     except Exception:
         pass
 
