@@ -53,9 +53,9 @@ def _of_nothing(call: AttentionCall) -> Output:
     """The result when a size is 0: no row sees anything. Connected to the inputs, so that a backward pass finds zero gradients."""
     shape = (*call.query.shape[:3], call.value_dim)
     output = call.query.new_zeros(shape)
-    for tensor in (call.query, call.key, call.value):
+    for tensor in (call.query, call.key, call.value, call.bias, call.sinks, call.alibi_slopes):
         if tensor is not None and tensor.requires_grad:
-            output = output + tensor.masked_fill(torch.ones((), dtype=torch.bool, device=tensor.device), 0.0).sum()
+            output = output + tensor.masked_fill(torch.ones((), dtype=torch.bool, device=tensor.device), 0.0).sum().to(output.dtype)
     if not call.return_lse:
         return output
     dtype = torch.promote_types(call.query.dtype, torch.float32)
