@@ -17,7 +17,7 @@ from .plans import on_device, signature_of
 from .run import run, run_appending
 from .select import Selection, select
 from .selections import choose, choose_while_tracing
-from .spec import AttentionSpec
+from .spec import AttentionSpec, Feature
 
 if TYPE_CHECKING:
     from .cache import LayerCache
@@ -104,6 +104,8 @@ def attention(
     backend can run it, with every reason.
     """
     if cache is not None and cu_seqlens is not None:
+        if arrays.foreign(query):
+            return arrays.attend(attention, dict(locals()))
         return in_rows(attention, dict(locals()))
     if _tracing():
         return _traced(dict(locals()))
@@ -182,6 +184,8 @@ def explain(query: torch.Tensor, key: torch.Tensor | None = None, value: torch.T
 def explain_spec(spec: AttentionSpec, backend: policy.Names | None = None, layer: str | None = None) -> Selection:
     """What would be chosen for a spec, for a device that need not be here."""
     chosen_by = policy.in_force(backend, layer, policy.current_scope.get())
+    if Feature.DETERMINISTIC in chosen_by.require:
+        spec = spec._replace(deterministic=True)
     return select(spec, registry.backends().values(), chosen_by, registry.failures())
 
 
@@ -191,10 +195,6 @@ def last_selection() -> Selection | None:
 
 
 # ---------------------------------------------------------------------- the three steps
-
-
-def _arguments(variables: dict[str, Any]) -> dict[str, Any]:
-    return {name: variables[name] for name in ("query", "key", "value", *_OPTIONS)}
 
 
 def _checked(arguments: dict[str, Any]) -> AttentionCall:

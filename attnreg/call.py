@@ -193,9 +193,9 @@ class AttentionCall:
     def zeros(self) -> torch.Tensor:
         """The output where no query sees a key. Connected to the inputs, so that a backward pass finds zero gradients."""
         output = self.query.new_zeros((*self.query.shape[:3], self.value_dim))
-        for tensor in (self.query, self.key, self.value):
+        for tensor in (self.query, self.key, self.value, self.bias, self.sinks, self.alibi_slopes):
             if tensor is not None and tensor.requires_grad:
-                output = output + tensor.masked_fill(torch.ones((), dtype=torch.bool, device=tensor.device), 0.0).sum()
+                output = output + tensor.masked_fill(torch.ones((), dtype=torch.bool, device=tensor.device), 0.0).sum().to(output.dtype)
         return output
 
     def gather_pages(self) -> None:

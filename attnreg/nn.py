@@ -124,6 +124,9 @@ class Attention(nn.Module):
         """
         if value is not None and key is None:
             raise ValueError("value: goes with key, which was not given")
+        if "layout" in options or (self.positions == "alibi" and "alibi_slopes" in options):
+            name = "layout" if "layout" in options else "alibi_slopes"
+            raise TypeError(f"{name}: the layer gives this itself")
         if position_ids is not None and self.positions != "rotary":
             raise ValueError(f"position_ids: for rotary positions, this layer has positions={self.positions!r}")
         if key is not None and self.positions == "rotary":

@@ -85,7 +85,8 @@ def remember(
 
 
 def _fits(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], bool]:
-    """The compiler's own guard, which looks at all three tensors in C; spelled out where a torch doesn't have it."""
+    """The compiler's own guard, which looks at all tensors in C; spelled out where a torch doesn't have it, or where it can't be asked: it
+    refuses the same tensor twice."""
     try:
         guards = torch._C._dynamo.guards.TensorGuards
         if query is not key and key is not value and query is not value:

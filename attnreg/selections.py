@@ -11,7 +11,7 @@ from . import policy, registry
 from .backend import Backend
 from .call import AttentionCall
 from .select import NoBackendError, Selection, select
-from .spec import spec_from
+from .spec import Feature, spec_from
 
 LIMIT = 4096
 """How many selections, or plans, are remembered before all are forgotten."""
@@ -23,6 +23,8 @@ def choose(
 ) -> Selection:
     """The selection for a checked call; made once for each spec and policy. With `must`, raises `NoBackendError` when there is none."""
     registry.load()
+    if scope is not None and Feature.DETERMINISTIC in scope.require and not call.deterministic:
+        call.deterministic, call._spec = True, None  # kernels are to run in that mode, not only to be able to
     named = tuple(backend) if isinstance(backend, list) else backend
     if _wants_forms(call) and _somebody_packs(call, policy.in_force(named, layer, scope)):
         call.examine_padding()
@@ -41,6 +43,8 @@ def choose(
 
 def choose_while_tracing(call: AttentionCall, backend: policy.Names | None, layer: str | None) -> Backend:
     """The chosen backend as a constant of the graph, guarded by the policy's epoch and scope."""
+    if policy.mirror.scope and _must_be_deterministic(policy.mirror.scope):
+        call.deterministic = True
     named = tuple(backend) if isinstance(backend, list) else backend
     return registry.by_name(_chosen_while_tracing(call.facts(), named, layer, policy.process.epoch, policy.mirror.scope))
 
@@ -65,9 +69,14 @@ def _chosen_while_tracing(facts: tuple, backend: Any, layer: str | None, epoch: 
         return elsewhere.submit(work).result()
 
 
+def _must_be_deterministic(scope: int) -> bool:
+    return Feature.DETERMINISTIC in policy.scope_of(scope).require
+
+
 # What torch.compiler.assume_constant_result sets; that function would import the whole compiler here. The epoch and the scope's number are
 # read, and so guarded, by the traced code above.
 _chosen_while_tracing._dynamo_marked_constant = True
+_must_be_deterministic._dynamo_marked_constant = True
 
 
 def _check_selection(selection: Selection, scope: policy.Scope | None) -> None:

@@ -195,3 +195,11 @@ def test_no_framework_is_imported():
         "print(sorted({'jax', 'cupy', 'tensorflow', 'onnxruntime'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+
+
+def test_packed_steps_of_numpy_arrays_with_a_cache():
+    rows = np.random.default_rng(0).standard_normal((3, 2, 4)).astype("float32")
+    starts = np.array([0, 1, 3])
+    out = attnreg.attention(rows, rows, rows, cache=attnreg.DynamicCache()[0], cu_seqlens=(starts, starts), causal=True)
+    alone = attnreg.attention(rows, rows, rows, cu_seqlens=(starts, starts), causal=True)
+    np.testing.assert_allclose(out, alone, rtol=1e-5, atol=1e-6)

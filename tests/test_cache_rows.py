@@ -344,3 +344,14 @@ def test_a_sliding_cache_is_saved_as_it_is_after_a_crop_of_some_rows():
     second.load_state_dict(first.state_dict())
     step = (query[:, 8:9], key[:, 8:9], value[:, 8:9])
     assert torch.equal(*(attention(*step, cache=cache[0], causal=True, window=(2, 0)) for cache in (first, second)))
+
+
+def test_nan_of_a_bias_at_padded_queries_reaches_no_gradient():
+    query, key, value = tensors()
+    key, value = key.clone().requires_grad_(), value.clone().requires_grad_()
+    real = torch.ones(query.shape[:2], dtype=torch.bool)
+    real[:, 0] = False
+    bias = torch.zeros(1, 1, query.shape[1], key.shape[1])
+    bias[:, :, 0] = float("nan")
+    attention(query, key, value, cache=DynamicCache(1)[0], bias=bias, query_mask=real, causal=True).sum().backward()
+    assert key.grad.isfinite().all() and value.grad.isfinite().all()

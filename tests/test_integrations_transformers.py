@@ -439,6 +439,8 @@ def test_four_dimensional_masks_of_the_user(spy):
         assert (model(input_ids=ids, attention_mask=given).logits - expected).abs().max() < 1e-5
         assert spy.calls[0][name] is not None and not spy.calls[0].get("causal")
     assert (spy.calls[0]["bias"] == float("-inf")).any()
+    with pytest.raises(TypeError, match=r"attention_mask: .*int64.*bool"):
+        model(input_ids=ids, attention_mask=mask.long())
 
 
 def documents(*lengths):

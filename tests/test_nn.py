@@ -178,3 +178,11 @@ def test_cached_in_steps_equals_each_prompt_alone(positions):
     output = torch.cat(outputs, 1)
     close(output[0], alone[0][0])
     close(output[1, 2:], alone[1][0])
+
+
+def test_options_that_the_layer_gives_itself_are_refused():
+    layer, tokens = Attention(16, 4, positions="alibi"), torch.randn(2, 4, 16)
+    with pytest.raises(TypeError, match="layout"):
+        layer(tokens, layout="bhsd")  # heads would be read as slots
+    with pytest.raises(TypeError, match="alibi_slopes"):
+        layer(tokens, alibi_slopes=torch.ones(4))

@@ -156,3 +156,37 @@ def test_a_pattern_set_by_another_thread_while_one_looks(monkeypatch):
     finally:
         for pattern in ("other.*", "model.*", "new.*"):
             attnreg.use(None, layers=pattern)
+
+
+def test_a_choice_that_a_change_overtakes_is_not_remembered():
+    """As when another thread calls `use` between a choice and its being remembered."""
+    changes = []
+
+    def rank(spec):
+        if changes and spec.device == "cpu":
+            changes.pop()()
+        return -1000
+
+    backend = attnreg.Backend("slow_to_rank", lambda call: call.query, attnreg.Capabilities({}), priority=rank)
+    attnreg.register(backend)
+    try:
+        changes.append(lambda: attnreg.use("reference"))
+        y = x.clone()
+        attnreg.attention(x, y, y + 1)
+        assert not changes
+        attnreg.attention(x, y, y + 1)
+        assert attnreg.last_selection().chosen.name == "reference"
+    finally:
+        attnreg.unregister("slow_to_rank")
+
+
+def test_required_determinism_is_a_mode_of_the_call():
+    attnreg.attention(x, x, x)
+    with attnreg.using(require={"deterministic"}):
+        attnreg.attention(x, x, x)
+        assert attnreg.last_selection().spec.deterministic
+        assert attnreg.explain(x, x, x).spec.deterministic
+        cuda = attnreg.AttentionSpec("cuda", (9, 0), torch.float32, 4, 4, 64, 64, gradients=("query",))
+        assert "sdpa" in attnreg.explain_spec(cuda).rejected
+    attnreg.attention(x, x, x)
+    assert not attnreg.last_selection().spec.deterministic

@@ -8,6 +8,7 @@ import torch
 
 from ..checks.tensors import check_sizes, check_tensor, take_tensors
 from ..packing import Padding
+from ..visibility import cleaned_bias
 
 if TYPE_CHECKING:
     from ..call import AttentionCall
@@ -106,5 +107,7 @@ def clean_queries(call: AttentionCall) -> None:
         inside = torch.arange(call.query_length, device=call.device)[None] < call.query_lengths[:, None]
         real = inside if real is None else real & inside
     if real is not None:
+        if call.bias is not None:
+            call.bias = cleaned_bias(call)
         call.query = call.query.masked_fill(~(real[:, :, None, None] if call.layout == "bshd" else real[:, None, :, None]), 0.0)
     call.finite_padding = True

@@ -42,6 +42,9 @@ def run_onnxruntime(call: AttentionCall) -> torch.Tensor:
     if call.spec.padded and not call.finite_padding:
         heads_first = (t.transpose(1, 2) for t in (query, key, value))
         query, key, value = (t.transpose(1, 2) for t in cleaned(*heads_first, queries, real_keys(call)))
+    if call.softcap is not None and call.softcap > torch.finfo(query.dtype).max:
+        # The kernel computes in float16, where such a cap is infinite, and infinity times 0 is NaN.
+        return run_onnxruntime(call.replaced(**{n: getattr(call, n).float() for n in ("query", "key", "value")})).to(query.dtype)
     mask, lengths, causal = _mask(call)
     flat = None
     if all(t.transpose(1, 2).is_contiguous() for t in (query, key, value)):

@@ -116,6 +116,10 @@ def attention_function(backend: policy.Names | None) -> Callable[..., Result]:
         else:
             # A mask that is written out says everything, causality and window too.
             attention_mask = attention_mask[..., : key.shape[2]]
+            if not attention_mask.dtype.is_floating_point and attention_mask.dtype != torch.bool:
+                raise TypeError(
+                    f"attention_mask: a 4-D mask is bool (True = may attend) or added to the scores, got {attention_mask.dtype}; give mask.bool()"
+                )
             name = "mask" if attention_mask.dtype == torch.bool else "bias"
             options[name] = attention_mask if name == "mask" else _additive(attention_mask)
         if position_bias is not None:

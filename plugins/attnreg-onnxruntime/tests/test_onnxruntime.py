@@ -77,3 +77,10 @@ def test_bias_of_the_largest_negative_number_hides_nothing():
     bias = torch.full((1, 1, 6, 6), torch.finfo(torch.float32).min)
     expected = attnreg.attention(query, key, value, bias=bias, backend="reference")
     torch.testing.assert_close(attnreg.attention(query, key, value, bias=bias, backend="onnxruntime"), expected)
+
+
+@here
+def test_a_cap_that_float16_cannot_hold():
+    query, key, value = (t.half() for t in tensors())
+    capped = attnreg.attention(query, key, value, softcap=1e6, backend="onnxruntime")
+    torch.testing.assert_close(capped, attnreg.attention(query, key, value, backend="reference"), rtol=5e-3, atol=5e-3)
