@@ -86,8 +86,8 @@ def test_row_6_positions_of_a_sliding_cache_remember_dropped_padding():
     cache, (query, key, value) = SlidingCache(1, 2), tensors(batch=1, size=6)
     mask = torch.tensor([[False, True, True, True, True, True]])
     attention(query, key, value, cache=cache[0], causal=True, window=(2, None), key_mask=mask)
-    assert cache.slots(1) == 3
-    assert cache.positions(1, torch.ones(1, 3, dtype=torch.bool)).tolist() == [[5]]
+    assert cache.slots(1) == 4
+    assert cache.positions(1, torch.ones(1, 4, dtype=torch.bool)).tolist() == [[5]]
 
 
 def test_row_7_a_query_mask_with_a_past():
@@ -302,6 +302,16 @@ def test_transformers_caches_both_ways():
     again = from_transformers(theirs)
     out = attention(query[:, 8:], key[:, 8:], value[:, 8:], cache=again[0], causal=True)
     torch.testing.assert_close(out, attention(query, key, value, causal=True)[:, 8:])
+
+
+def test_a_read_of_a_sliding_cache_sees_as_far_back_as_its_window():
+    query, key, value = tensors(size=9)
+    cache = SlidingCache(1, 5)
+    chunked(cache, query, key, value, (7, 2), window=(5, None))
+    expected = attention(query, key, value, causal=True, window=(5, None))[:, -1:]
+    torch.testing.assert_close(attention(query[:, -1:], cache=cache[0], causal=True, window=(5, None)), expected)
+    with pytest.raises(ValueError, match="rollback=1"):
+        cache.crop(8)
 
 
 def test_a_whole_cache_instead_of_a_layer_is_named():
