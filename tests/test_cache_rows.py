@@ -2,10 +2,12 @@
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import attnreg
 from attnreg import DynamicCache, PagedCache, SlidingCache, StaticCache, attention
-from attnreg.cache import from_transformers, to_transformers
+from attnreg.cache import from_transformers, static, to_transformers
+from attnreg.conformance import cache_suite
 
 
 def tensors(batch=2, size=9, heads=4, key_heads=2, dim=8, seed=0):
@@ -210,6 +212,47 @@ def test_static_compiles_once_and_marks_overflow():
     assert count.frame_count == 1
     assert bool(cache.overflowed) and cache.lengths.tolist() == [8, 8]
     assert torch.equal(cache[0].key, key[:, :8])
+
+
+@pytest.fixture
+def lengths_unseen(monkeypatch):
+    """A static cache on the CPU works as on a GPU, where the host may not look at lengths."""
+    monkeypatch.setattr(static, "lengths_at_hand", lambda device: False)
+
+
+def test_static_with_unseen_lengths_in_any_order_of_operations(lengths_unseen):
+    cache_suite(StaticCache)().test_any_order_of_operations_equals_one_shot()
+
+
+@pytest.mark.parametrize("sizes", [(1,) * 10, (3, 1, 3, 3, 1, 1)])
+def test_static_with_unseen_lengths_writes_nothing_past_its_capacity(lengths_unseen, sizes):
+    query, key, value = tensors(size=sum(sizes))
+    cache, i, held = StaticCache(1, 2, 8, 2, 8), 0, []
+    for n in sizes:
+        attention(query[:, i : i + n], key[:, i : i + n], value[:, i : i + n], cache=cache[0], causal=True)
+        fits = len(held) + n <= 8
+        held += range(i, i + n) if fits else []
+        i += n
+    assert bool(cache.overflowed) and cache.lengths.tolist() == [8, 8] and torch.equal(cache[0].key, key[:, held])
+    cache.crop(5)
+    assert bool(cache.overflowed) and not cache[0].key[:, 5:].any()
+    cache.reset()
+    assert not bool(cache.overflowed)
+
+
+def test_one_token_into_a_static_cache_is_two_writes_and_three_counts(lengths_unseen):
+    class Counting(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            ran.append(str(function))
+            return function(*args, **(kwargs or {}))
+
+    layer, token, ran = StaticCache(1, 2, 8, 2, 8)[0], torch.randn(2, 1, 2, 8), []
+    with Counting():
+        step = layer.prepare(token, token, None, None, None)
+        layer.write(step)
+        layer.commit(step)
+    ran = [name.split(".")[1] for name in ran if "squeeze" not in name]
+    assert ran == ["index_copy_", "index_copy_", "add_", "clamp", "add"]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA: a graph is captured")
