@@ -142,7 +142,8 @@ class AttentionCall:
     @property
     def key_length(self) -> int:
         if self.pages is not None:
-            return self.pages.block_table.shape[1] * self.pages.keys.shape[1]
+            slots = self.pages.slots
+            return self.pages.block_table.shape[1] * self.pages.keys.shape[1] if slots is None else slots
         return self.key.shape[1 if self.layout == "bshd" else 2]
 
     @property
@@ -191,9 +192,8 @@ class AttentionCall:
             self.layout = layout
 
     def gather_pages(self) -> None:
-        """Copies the pages of each row into key and value, for a kernel that reads no block table."""
-        table = self.pages.block_table.long()
-        key, value = (pool[table].flatten(1, 2) for pool in (self.pages.keys, self.pages.values))
+        """Lays the pages of each row one behind the other as key and value, for a kernel that reads no block table."""
+        key, value = (self.pages.gathered(pool) for pool in (self.pages.keys, self.pages.values))
         self.pages = None
         self.key, self.value = (key, value) if self.layout == "bshd" else (key.transpose(1, 2), value.transpose(1, 2))
 

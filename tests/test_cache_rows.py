@@ -307,7 +307,7 @@ def test_pages_share_a_prefix_until_one_writes():
 def test_gathered_pages_are_explained_with_their_cost():
     query, key, value = tensors(size=1)
     selection = attnreg.explain(query, key, value, cache=caches()["paged"][0], causal=True)
-    assert selection.chosen and "paged: gathers the pages into copies of key and value" in selection.emulations
+    assert selection.chosen and selection.emulations[0].startswith("paged: gathers the pages into copies")
 
 
 @ALL
