@@ -13,7 +13,7 @@ from .backend import Output
 from .cache.segments import in_rows
 from .call import AttentionCall
 from .packing import Padding
-from .plans import on_device, signature_of
+from .plans import on_device, signature_of, step_facts
 from .run import run, run_appending
 from .select import Selection, select
 from .selections import choose, choose_while_tracing
@@ -118,16 +118,22 @@ def attention(
         or sinks is not None
     ):
         options = {"query_mask": query_mask, "key_mask": key_mask, "mask": mask, "bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks}
-    remembered, signature, plan = plans.by_signature, None, None
-    if cache is None and cu_seqlens is None and key_lengths is None and query_lengths is None and key_starts is None:
+    remembered, signature, plan, step = plans.by_signature, None, None, None
+    if cu_seqlens is None and key_lengths is None and query_lengths is None and key_starts is None and (cache is None or options is None):
         try:
             signature = (
                 query.shape, key.shape, causal, window, softcap, scale, dropout_p, finite_padding, layout, n_heads, n_kv_heads, return_lse,
                 max_seqlens, backend, layer, deterministic, _deterministic(), _grad_enabled(), scope,
                 options and tuple(map(signature_of, options.values())), query.is_cuda and on_device(query, key, value),
+                cache and type(cache),
             )  # fmt: skip
             for known in remembered.get(signature, ()):
                 if known.fits(query, key, value):
+                    if cache is not None:
+                        new = (key, value) if layout == "bshd" else (key.transpose(1, 2), value.transpose(1, 2))
+                        step = step or cache.prepare(*new, None, window, None)
+                        if known.step != step_facts(step, query.shape[1 if layout == "bshd" else 2]):
+                            continue
                     plan = known
                     break
         except (AttributeError, TypeError, RuntimeError):  # not tensors, or not hashable: the checks below say what is wrong, or take it
@@ -149,6 +155,9 @@ def attention(
     if options is not None:
         state.update(options)
     _last.selection = plan.selection
+    if step is not None:
+        call.see(cache, step)
+        return run_appending(call, plan.selection.chosen, plan.selection.run)
     return plan.run(call) if plan.run else run(call, plan.selection.chosen, plan.selection.run)
 
 

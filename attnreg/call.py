@@ -183,6 +183,18 @@ class AttentionCall:
             setattr(new, name, value)
         return new
 
+    def see(self, cache: LayerCache, step: Step) -> None:
+        """Takes the keys and values that a cache shows for this call."""
+        self.cache, self.step, self.pages, self.key_lengths = cache, step, step.pages, step.key_lengths
+        if step.key_lengths is not None:
+            self.lengths_given = {"key_lengths": step.key_lengths}
+        if step.pages is not None:
+            self.key = self.value = None
+        elif self.layout == "bhsd":
+            self.key, self.value = step.key.transpose(1, 2), step.value.transpose(1, 2)
+        else:
+            self.key, self.value = step.key, step.value
+
     def to_layout(self, layout: str) -> None:
         """Turns query, key and value into the other layout, as views."""
         if layout != self.layout:

@@ -1,5 +1,8 @@
 """The faults of the systems that attnreg grew out of, and other promises, by name."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -345,6 +348,38 @@ def test_transformers_caches_both_ways():
     again = from_transformers(theirs)
     out = attention(query[:, 8:], key[:, 8:], value[:, 8:], cache=again[0], causal=True)
     torch.testing.assert_close(out, attention(query, key, value, causal=True)[:, 8:])
+
+
+@ALL
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+def test_calls_that_look_alike_are_told_apart_by_what_the_cache_holds(kind, layout):
+    turned = lambda t: t if layout == "bshd" else t.transpose(1, 2)
+    attnreg.use("auto")  # forgets what was decided before
+    query, key, value = tensors(size=12)
+    for first in (0, 2, 1, 0, 7):  # the same shapes: nothing before them, as many, fewer, more
+        cache, expected = caches()[kind], attention(query, key, value, causal=True, window=(16, None), backend="reference")
+        if first:
+            chunked(cache, query, key, value, (first,))
+        given = [turned(t[:, first : first + 5]) for t in (query, key, value)]
+        out = attention(*given, cache=cache[0], causal=True, window=(16, None), layout=layout)
+        torch.testing.assert_close(turned(out), expected[:, first : first + 5], rtol=1e-5, atol=1e-6)
+        for n in range(first + 5, 12):
+            token = [turned(t[:, n : n + 1]) for t in (query, key, value)]
+            out = attention(*token, cache=cache[0], causal=True, window=(16, None), layout=layout)
+            torch.testing.assert_close(turned(out), expected[:, n : n + 1], rtol=1e-5, atol=1e-6)
+        with pytest.raises(TypeError, match="the cache's dtype"):
+            attention(*(t.double() for t in token), cache=cache[0], causal=True, window=(16, None), layout=layout)
+
+
+def test_a_known_call_with_a_cache_keeps_no_tensors_alive():
+    query, key, value = tensors(size=1)
+    cache = DynamicCache(1)
+    attention(query, key, value, cache=cache[0], causal=True)
+    attention(query, key, value, cache=cache[0], causal=True)
+    room = weakref.ref(cache[0]._key)
+    del cache
+    gc.collect()
+    assert room() is None
 
 
 def test_a_read_of_a_sliding_cache_sees_as_far_back_as_its_window():

@@ -121,7 +121,10 @@ class StaticLayer:
 
     def commit(self, step: Step) -> None:
         rest = step.new[2:]
-        if len(rest) == 3:
+        if len(rest) == 3 and uniform(rest[2]):
+            for counter in (self.lengths, self._asked, self._next):
+                counter.add_(rest[2][0])
+        elif len(rest) == 3:
             self._hold(torch.tensor(rest[0], dtype=torch.int32))
         elif len(rest) == 2:
             self._hold(rest[0])
