@@ -36,6 +36,12 @@ class _Row(NamedTuple):
         return _Row(*(part[:length] for part in self[:3]), self.peak if length else 0)
 
 
+def _happened(what: str, detail: str = "") -> None:
+    """For the statistics of a run; the rules are also called one by one."""
+    if hypothesis.currently_in_test_context():
+        hypothesis.event(what, detail)
+
+
 def cache_suite(
     factory: Callable[..., Any],
     *,
@@ -68,7 +74,7 @@ def cache_suite(
             """padded: every call has a key mask, and a fifth of the tokens are padding."""
             self.random, self.padded = torch.Generator().manual_seed(seed), padded
             self.pairs = [(make(), [self.row(0)] * ROWS)]
-            hypothesis.event("padding", str(padded))
+            _happened("padding", str(padded))
             if any(prompts):
                 self.append(0, *self.pairs[0], max(prompts), prompts)
 
@@ -128,7 +134,7 @@ def cache_suite(
             counts = data.draw(st.lists(st.integers(0, n), min_size=ROWS, max_size=ROWS)) if ragged else None
             if max(len(row.key) + c for row, c in zip(model, counts or [n] * ROWS)) <= CAPACITY:
                 self.append(at, cache, model, n, counts, backend)
-                hypothesis.event("append", f"{'ragged' if ragged else 'alike'}, {backend}")
+                _happened("append", f"{'ragged' if ragged else 'alike'}, {backend}")
 
         @rule(which=st.integers(0, 3), backend=st.sampled_from(backends))
         def read(self, which: int, backend: str) -> None:
@@ -138,7 +144,7 @@ def cache_suite(
                 query, options = self.query(1), self.mask(cache, model, 0)
                 explain(query, cache=cache[0], causal=True, window=window, **options)
                 self.check(attend(cache, query, backend=backend, **options), query, model, [1] * ROWS)
-                hypothesis.event("read", backend)
+                _happened("read", backend)
 
         @rule(which=st.integers(0, 3), back=st.lists(st.integers(0, 6), min_size=ROWS, max_size=ROWS))
         def crop(self, which: int, back: list[int]) -> None:
@@ -148,7 +154,7 @@ def cache_suite(
             lengths = [max(len(row.key) - n, row.peak - rollback, 0) for row, n in zip(model, back)]
             cache.crop(lengths)
             self.pairs[at] = (cache, [row.cut(n) for row, n in zip(model, lengths)])
-            hypothesis.event("crop")
+            _happened("crop")
 
         @rule(which=st.integers(0, 3), indices=st.lists(st.integers(0, ROWS - 1), min_size=ROWS, max_size=ROWS))
         def reorder(self, which: int, indices: list[int]) -> None:
@@ -156,13 +162,13 @@ def cache_suite(
             if cache.lengths.numel():
                 cache.reorder(torch.tensor(indices))
                 self.pairs[at] = (cache, [model[i] for i in indices])
-                hypothesis.event("reorder")
+                _happened("reorder")
 
         @rule(which=st.integers(0, 3))
         def fork(self, which: int) -> None:
             _, cache, model = self.pair(which)
             self.pairs = (self.pairs + [(cache.fork(), list(model))])[-3:]
-            hypothesis.event("fork")
+            _happened("fork")
 
         @rule(which=st.integers(0, 3), rows=st.sets(st.integers(0, ROWS - 1), min_size=1), free=st.booleans())
         def reset(self, which: int, rows: set[int], free: bool) -> None:
@@ -171,7 +177,7 @@ def cache_suite(
                 free = free and hasattr(cache, "free")
                 (cache.free if free else cache.reset)(sorted(rows))
                 self.pairs[at] = (cache, [self.row(0) if b in rows else row for b, row in enumerate(model)])
-                hypothesis.event("free" if free else "reset")
+                _happened("free" if free else "reset")
 
         @rule(which=st.integers(0, 3), n=st.integers(1, 6), row=st.integers(0, ROWS - 1), wholly=st.booleans())
         def poison(self, which: int, n: int, row: int, wholly: bool) -> None:
@@ -191,7 +197,7 @@ def cache_suite(
                 cache.crop([len(old.key) for old in model])
                 model = [bad.cut(len(old.key)) for old, bad in zip(model, poisoned)]
             self.pairs[at] = (cache, model)
-            hypothesis.event("poison", "reset" if wholly else "crop")
+            _happened("poison", "reset" if wholly else "crop")
             if max(len(old.key) for old in model) + n <= CAPACITY:
                 # The others grow past that row, so that its room is among the slots that a kernel reads.
                 self.append(at, cache, model, n, [1 if b == row else n for b in range(ROWS)])
@@ -207,7 +213,7 @@ def cache_suite(
             with _failing_backend() as name, pytest.raises(MemoryError):
                 attend(cache, self.query(n), bad, bad, backend=name, **options)
             assert [len(row.key) for row in model] == (cache.lengths.tolist() or [0] * ROWS)
-            hypothesis.event("failed call")
+            _happened("failed call")
 
     class CacheSuite:
         machine = Machine
@@ -223,6 +229,17 @@ def cache_suite(
         # pytest then collects what `--hypothesis-show-statistics` shows.
         test_any_order_of_operations_equals_one_shot.is_hypothesis_test = True
         test_any_order_of_operations_equals_one_shot._hypothesis_internal_use_settings = hypothesis.settings()
+
+        @pytest.mark.parametrize("how", ["crop", "reset"])
+        def test_a_row_of_nan_that_is_gone_leaves_nothing(self, how: str) -> None:
+            @hypothesis.settings(max_examples=1, database=None, deadline=None, phases=[hypothesis.Phase.generate])
+            @hypothesis.given(st.just(how))
+            def run(how: str) -> None:
+                machine = Machine()
+                machine.start(seed=0, padded=False, prompts=[4] * ROWS)
+                machine.poison(which=0, n=min(3, rollback or 3), row=1, wholly=how == "reset" or not rollback)
+
+            run()
 
         def test_a_mask_of_another_width_says_both(self) -> None:
             cache = make()
