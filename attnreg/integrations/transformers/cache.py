@@ -22,10 +22,10 @@ class GrowingLayer(TheirLayer):
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        if self.keys is not getattr(self, "_shown", None):
+            self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
+        if self.keys is None or self.keys is not getattr(self, "_shown", None):
             self._room = DynamicLayer()
-            if self.keys.numel():
+            if self.keys is not None and self.keys.numel():
                 key, value = self.keys.transpose(1, 2), self.values.transpose(1, 2)
                 self._room.restore(key, value, torch.full((key.shape[0],), key.shape[1]))
         step = self._room.prepare(key_states.transpose(1, 2), value_states.transpose(1, 2), None, None, None)
@@ -34,6 +34,11 @@ class GrowingLayer(TheirLayer):
         self.keys, self.values = step.key.transpose(1, 2), step.value.transpose(1, 2)
         self._shown = self.keys
         return self.keys, self.values
+
+    def reset(self) -> None:
+        # Some versions of transformers only zero the past here, and go on behind it.
+        self.keys = self.values = None
+        self.is_initialized = False
 
 
 def cache(model: PreTrainedModel) -> DynamicCache:
