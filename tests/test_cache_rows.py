@@ -382,6 +382,27 @@ def test_a_known_call_with_a_cache_keeps_no_tensors_alive():
     assert room() is None
 
 
+@pytest.mark.parametrize("length", [64, 500, 2000])
+def test_memory_is_what_was_promised(length):
+    key = torch.zeros(2, length, 2, 8)
+    token, held = 2 * 2 * 2 * 8 * 4, {}  # rows, key and value, heads, dim, bytes
+    pages = 2 * -(-length // 16)
+    made = {"dynamic": DynamicCache(1), "static": StaticCache(1, 2, length, 2, 8), "paged": PagedCache(1, 2, pages, 16, 2, 8)}
+    for kind, cache in made.items():
+        for start in range(0, length, 50):
+            chunk = key[:, start : start + 50]
+            attention(chunk.repeat(1, 1, 2, 1), chunk, chunk, cache=cache[0], causal=True)
+        tensors_in = [t for t in vars(cache[0]).values() if isinstance(t, torch.Tensor)] + list(getattr(cache[0], "_rooms", ()))
+        if kind == "paged":
+            tensors_in = [cache[0].pool.keys, cache[0].pool.values]
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors_in if t.dim() == 4}
+        held[kind] = sum(storages.values())
+    assert held["static"] == (length + 1) * token
+    assert held["paged"] - 16 * token // 2 < (length + 16) * token  # beside the page of zeros, that all rows share
+    assert made["paged"].free_pages == 0
+    assert held["dynamic"] <= 1.5 * length * token
+
+
 def test_a_read_of_a_sliding_cache_sees_as_far_back_as_its_window():
     query, key, value = tensors(size=9)
     cache = SlidingCache(1, 5)
