@@ -13,7 +13,7 @@ from .backend import Output
 from .cache.segments import in_rows
 from .call import AttentionCall
 from .packing import Padding
-from .plans import on_device, signature_of
+from .plans import on_device, signature_of, step_facts
 from .run import run, run_appending
 from .select import Selection, select
 from .selections import choose, choose_while_tracing
@@ -103,12 +103,20 @@ def attention(
     Raises ValueError or TypeError for a call that makes no sense, LookupError for an unknown backend, and NoBackendError when no allowed
     backend can run it, with every reason.
     """
-    if cache is not None and cu_seqlens is not None:
-        if arrays.foreign(query):
-            return arrays.attend(attention, dict(locals()))
-        return in_rows(attention, dict(locals()))
-    if _tracing():
-        return _traced(dict(locals()))
+    segments_of_cache = cache is not None and cu_seqlens is not None
+    if segments_of_cache or _tracing():
+        # Spelled out: not every torch's compiler knows `locals`.
+        given = {
+            "query": query, "key": key, "value": value, "causal": causal, "window": window, "query_mask": query_mask,
+            "key_mask": key_mask, "mask": mask, "bias": bias, "key_lengths": key_lengths, "query_lengths": query_lengths,
+            "key_starts": key_starts, "cu_seqlens": cu_seqlens, "max_seqlens": max_seqlens, "alibi_slopes": alibi_slopes,
+            "softcap": softcap, "sinks": sinks, "scale": scale, "dropout_p": dropout_p, "finite_padding": finite_padding,
+            "layout": layout, "n_heads": n_heads, "n_kv_heads": n_kv_heads, "cache": cache, "return_lse": return_lse,
+            "deterministic": deterministic, "backend": backend, "layer": layer,
+        }  # fmt: skip
+        if not segments_of_cache:
+            return _traced(given)
+        return arrays.attend(attention, given) if arrays.foreign(query) else in_rows(attention, given)
     scope = _current_scope()
     options = None
     if (
@@ -120,17 +128,22 @@ def attention(
         or sinks is not None
     ):
         options = plans.optional(query_mask, key_mask, mask, bias, alibi_slopes, sinks)
-    remembered, signature, plan = plans.by_signature, None, None
-    if cache is None and cu_seqlens is None and key_lengths is None and query_lengths is None and key_starts is None:
+    remembered, signature, plan, step = plans.by_signature, None, None, None
+    if cu_seqlens is None and key_lengths is None and query_lengths is None and key_starts is None and (cache is None or options is None):
         try:
             signature = (
                 query.shape, key.shape, causal, window, softcap, scale, dropout_p, finite_padding, layout, n_heads, n_kv_heads, return_lse,
                 max_seqlens, backend, layer, deterministic, _deterministic(), _grad_enabled(), scope,
-                query.is_cuda and on_device(query, key, value),
+                query.is_cuda and on_device(query, key, value), cache and type(cache),
                 options and tuple(map(signature_of, options.values())),
             )  # fmt: skip
             for known in remembered.get(signature, ()):
                 if known.fits(query, key, value):
+                    if cache is not None:
+                        new = (key, value) if layout == "bshd" else (key.transpose(1, 2), value.transpose(1, 2))
+                        step = step or cache.prepare(*new, None, window, None)
+                        if known.step != step_facts(step, query.shape[1 if layout == "bshd" else 2]):
+                            continue
                     plan = known
                     break
         except (AttributeError, TypeError, RuntimeError):  # not tensors, or not hashable: the checks below say what is wrong, or take it
@@ -155,6 +168,9 @@ def attention(
     if options is not None:
         state.update(options)
     _last.selection = plan.selection
+    if step is not None:
+        call.see(cache, step)
+        return run_appending(call, plan.selection.chosen, plan.selection.run)
     return plan.run(call) if plan.run else run(call, plan.selection.chosen, plan.selection.run)
 
 

@@ -142,7 +142,8 @@ class AttentionCall:
     @property
     def key_length(self) -> int:
         if self.pages is not None:
-            return self.pages.block_table.shape[1] * self.pages.keys.shape[1]
+            slots = self.pages.slots
+            return self.pages.block_table.shape[1] * self.pages.keys.shape[1] if slots is None else slots
         return self.key.shape[1 if self.layout == "bshd" else 2]
 
     @property
@@ -182,6 +183,18 @@ class AttentionCall:
             setattr(new, name, value)
         return new
 
+    def see(self, cache: LayerCache, step: Step) -> None:
+        """Takes the keys and values that a cache shows for this call."""
+        self.cache, self.step, self.pages, self.key_lengths = cache, step, step.pages, step.key_lengths
+        if step.key_lengths is not None:
+            self.lengths_given = {"key_lengths": step.key_lengths}
+        if step.pages is not None:
+            self.key = self.value = None
+        elif self.layout == "bhsd":
+            self.key, self.value = step.key.transpose(1, 2), step.value.transpose(1, 2)
+        else:
+            self.key, self.value = step.key, step.value
+
     def to_layout(self, layout: str) -> None:
         """Turns query, key and value into the other layout, as views."""
         if layout != self.layout:
@@ -199,9 +212,8 @@ class AttentionCall:
         return output
 
     def gather_pages(self) -> None:
-        """Copies the pages of each row into key and value, for a kernel that reads no block table."""
-        table = self.pages.block_table.long()
-        key, value = (pool[table].flatten(1, 2) for pool in (self.pages.keys, self.pages.values))
+        """Lays the pages of each row one behind the other as key and value, for a kernel that reads no block table."""
+        key, value = (self.pages.gathered(pool) for pool in (self.pages.keys, self.pages.values))
         self.pages = None
         self.key, self.value = (key, value) if self.layout == "bshd" else (key.transpose(1, 2), value.transpose(1, 2))
 

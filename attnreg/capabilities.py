@@ -59,7 +59,7 @@ def EMULATED(cost: str) -> Support:
     return Support(cost)
 
 
-_GATHERED = EMULATED("gathers the pages into copies of key and value")
+_GATHERED = EMULATED("gathers the pages into copies of key and value where they do not lie one behind the other")
 
 
 class Dims(NamedTuple):

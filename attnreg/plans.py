@@ -10,6 +10,7 @@ import torch
 
 from . import packing, policy
 from .backend import Output
+from .cache.protocol import Step
 from .call import AttentionCall
 from .select import Selection
 from .selections import LIMIT
@@ -24,6 +25,8 @@ class Plan(NamedTuple):
     selection: Selection
     run: Callable[[AttentionCall], Output] | None
     """The backend's function, where the result needs no change of layout or shape; else None."""
+    step: tuple | None = None
+    """With a cache: the facts of its step, `step_facts`."""
 
 
 by_signature: dict[tuple, list[Plan]] = {}
@@ -61,6 +64,20 @@ def on_device(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tu
     return query.data_ptr() % 16, key.data_ptr() % 16, value.data_ptr() % 16, torch.cuda.is_current_stream_capturing()
 
 
+def step_facts(step: Step, query_length: int) -> tuple:
+    """What the choice of a backend depends on in a cache's step, beside the new tokens. Strides and addresses stand for alignment."""
+    pages, key, value = step.pages, step.key, step.value
+    if pages is not None:
+        key, value = pages.keys, pages.values
+        slots = pages.block_table.shape[1] * key.shape[1] if pages.slots is None else pages.slots
+    else:
+        slots = key.shape[1]
+    return (
+        (slots - 1).bit_length() if slots else -1, slots == query_length, step.key_lengths is None, pages and key.shape[1],
+        key.stride(), value.stride(), key.data_ptr() % 16, value.data_ptr() % 16, key.requires_grad or value.requires_grad,
+    )  # fmt: skip
+
+
 def remember(
     plans: dict[tuple, list[Plan]],
     signature: tuple,
@@ -71,13 +88,17 @@ def remember(
     selection: Selection,
 ) -> None:
     """Makes the plan of a call. `plans`: `by_signature` as it was before the choice."""
+    of_step = ("cache", "step", "pages", "lengths_given")
     template = {
         name: value
         for name, value in call.__dict__.items()
-        if not isinstance(value, (torch.Tensor, packing.Padding)) and value is not getattr(AttentionCall, name, signature)
+        if not isinstance(value, (torch.Tensor, packing.Padding))
+        and value is not getattr(AttentionCall, name, signature)
+        and name not in of_step
     }
     as_it_is = call.layout == selection.chosen.layout and not call.return_lse and not selection.spec.zero_size
-    plan = Plan(_fits(query, key, value), template, selection, selection.run if as_it_is else None)
+    facts = None if call.step is None else step_facts(call.step, call.query_length)
+    plan = Plan(_fits(query, key, value), template, selection, selection.run if as_it_is else None, facts)
     if len(plans) >= LIMIT:
         plans.clear()
     # A few of one signature may differ in strides or in who needs a gradient; the latest comes first.

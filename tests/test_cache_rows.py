@@ -1,11 +1,16 @@
 """The faults of the systems that attnreg grew out of, and other promises, by name."""
 
+import gc
+import weakref
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import attnreg
 from attnreg import DynamicCache, PagedCache, SlidingCache, StaticCache, attention
-from attnreg.cache import from_transformers, to_transformers
+from attnreg.cache import from_transformers, static, to_transformers
+from attnreg.conformance import cache_suite
 
 
 def tensors(batch=2, size=9, heads=4, key_heads=2, dim=8, seed=0):
@@ -86,8 +91,8 @@ def test_row_6_positions_of_a_sliding_cache_remember_dropped_padding():
     cache, (query, key, value) = SlidingCache(1, 2), tensors(batch=1, size=6)
     mask = torch.tensor([[False, True, True, True, True, True]])
     attention(query, key, value, cache=cache[0], causal=True, window=(2, None), key_mask=mask)
-    assert cache.slots(1) == 3
-    assert cache.positions(1, torch.ones(1, 3, dtype=torch.bool)).tolist() == [[5]]
+    assert cache.slots(1) == 4
+    assert cache.positions(1, torch.ones(1, 4, dtype=torch.bool)).tolist() == [[5]]
 
 
 def test_row_7_a_query_mask_with_a_past():
@@ -212,6 +217,47 @@ def test_static_compiles_once_and_marks_overflow():
     assert torch.equal(cache[0].key, key[:, :8])
 
 
+@pytest.fixture
+def lengths_unseen(monkeypatch):
+    """A static cache on the CPU works as on a GPU, where the host may not look at lengths."""
+    monkeypatch.setattr(static, "lengths_at_hand", lambda device: False)
+
+
+def test_static_with_unseen_lengths_in_any_order_of_operations(lengths_unseen):
+    cache_suite(StaticCache)().test_any_order_of_operations_equals_one_shot()
+
+
+@pytest.mark.parametrize("sizes", [(1,) * 10, (3, 1, 3, 3, 1, 1)])
+def test_static_with_unseen_lengths_writes_nothing_past_its_capacity(lengths_unseen, sizes):
+    query, key, value = tensors(size=sum(sizes))
+    cache, i, held = StaticCache(1, 2, 8, 2, 8), 0, []
+    for n in sizes:
+        attention(query[:, i : i + n], key[:, i : i + n], value[:, i : i + n], cache=cache[0], causal=True)
+        fits = len(held) + n <= 8
+        held += range(i, i + n) if fits else []
+        i += n
+    assert bool(cache.overflowed) and cache.lengths.tolist() == [8, 8] and torch.equal(cache[0].key, key[:, held])
+    cache.crop(5)
+    assert bool(cache.overflowed) and not cache[0].key[:, 5:].any()
+    cache.reset()
+    assert not bool(cache.overflowed)
+
+
+def test_one_token_into_a_static_cache_is_two_writes_and_three_counts(lengths_unseen):
+    class Counting(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            ran.append(str(function))
+            return function(*args, **(kwargs or {}))
+
+    layer, token, ran = StaticCache(1, 2, 8, 2, 8)[0], torch.randn(2, 1, 2, 8), []
+    with Counting():
+        step = layer.prepare(token, token, None, None, None)
+        layer.write(step)
+        layer.commit(step)
+    ran = [name.split(".")[1] for name in ran if "squeeze" not in name]
+    assert ran == ["index_copy_", "index_copy_", "add_", "clamp", "add"]
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA: a graph is captured")
 def test_static_decode_in_a_cuda_graph():
     query, key, value = (t.cuda() for t in tensors(size=9, dim=64))
@@ -264,7 +310,7 @@ def test_pages_share_a_prefix_until_one_writes():
 def test_gathered_pages_are_explained_with_their_cost():
     query, key, value = tensors(size=1)
     selection = attnreg.explain(query, key, value, cache=caches()["paged"][0], causal=True)
-    assert selection.chosen and "paged: gathers the pages into copies of key and value" in selection.emulations
+    assert selection.chosen and selection.emulations[0].startswith("paged: gathers the pages into copies")
 
 
 @ALL
@@ -302,6 +348,69 @@ def test_transformers_caches_both_ways():
     again = from_transformers(theirs)
     out = attention(query[:, 8:], key[:, 8:], value[:, 8:], cache=again[0], causal=True)
     torch.testing.assert_close(out, attention(query, key, value, causal=True)[:, 8:])
+
+
+@ALL
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+def test_calls_that_look_alike_are_told_apart_by_what_the_cache_holds(kind, layout):
+    turned = lambda t: t if layout == "bshd" else t.transpose(1, 2)
+    attnreg.use("auto")  # forgets what was decided before
+    query, key, value = tensors(size=12)
+    for first in (0, 2, 1, 0, 7):  # the same shapes: nothing before them, as many, fewer, more
+        cache, expected = caches()[kind], attention(query, key, value, causal=True, window=(16, None), backend="reference")
+        if first:
+            chunked(cache, query, key, value, (first,))
+        given = [turned(t[:, first : first + 5]) for t in (query, key, value)]
+        out = attention(*given, cache=cache[0], causal=True, window=(16, None), layout=layout)
+        torch.testing.assert_close(turned(out), expected[:, first : first + 5], rtol=1e-5, atol=1e-6)
+        for n in range(first + 5, 12):
+            token = [turned(t[:, n : n + 1]) for t in (query, key, value)]
+            out = attention(*token, cache=cache[0], causal=True, window=(16, None), layout=layout)
+            torch.testing.assert_close(turned(out), expected[:, n : n + 1], rtol=1e-5, atol=1e-6)
+        with pytest.raises(TypeError, match="the cache's dtype"):
+            attention(*(t.double() for t in token), cache=cache[0], causal=True, window=(16, None), layout=layout)
+
+
+def test_a_known_call_with_a_cache_keeps_no_tensors_alive():
+    query, key, value = tensors(size=1)
+    cache = DynamicCache(1)
+    attention(query, key, value, cache=cache[0], causal=True)
+    attention(query, key, value, cache=cache[0], causal=True)
+    room = weakref.ref(cache[0]._key)
+    del cache
+    gc.collect()
+    assert room() is None
+
+
+@pytest.mark.parametrize("length", [64, 500, 2000])
+def test_memory_is_what_was_promised(length):
+    key = torch.zeros(2, length, 2, 8)
+    token, held = 2 * 2 * 2 * 8 * 4, {}  # rows, key and value, heads, dim, bytes
+    pages = 2 * -(-length // 16)
+    made = {"dynamic": DynamicCache(1), "static": StaticCache(1, 2, length, 2, 8), "paged": PagedCache(1, 2, pages, 16, 2, 8)}
+    for kind, cache in made.items():
+        for start in range(0, length, 50):
+            chunk = key[:, start : start + 50]
+            attention(chunk.repeat(1, 1, 2, 1), chunk, chunk, cache=cache[0], causal=True)
+        tensors_in = [t for t in vars(cache[0]).values() if isinstance(t, torch.Tensor)] + list(getattr(cache[0], "_rooms", ()))
+        if kind == "paged":
+            tensors_in = [cache[0].pool.keys, cache[0].pool.values]
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors_in if t.dim() == 4}
+        held[kind] = sum(storages.values())
+    assert held["static"] == (length + 1) * token
+    assert held["paged"] - 16 * token // 2 < (length + 16) * token  # beside the page of zeros, that all rows share
+    assert made["paged"].free_pages == 0
+    assert held["dynamic"] <= 1.5 * length * token
+
+
+def test_a_read_of_a_sliding_cache_sees_as_far_back_as_its_window():
+    query, key, value = tensors(size=9)
+    cache = SlidingCache(1, 5)
+    chunked(cache, query, key, value, (7, 2), window=(5, None))
+    expected = attention(query, key, value, causal=True, window=(5, None))[:, -1:]
+    torch.testing.assert_close(attention(query[:, -1:], cache=cache[0], causal=True, window=(5, None)), expected)
+    with pytest.raises(ValueError, match="rollback=1"):
+        cache.crop(8)
 
 
 def test_a_whole_cache_instead_of_a_layer_is_named():

@@ -6,7 +6,8 @@ A layer has its own pool and table; all layers of a cache are asked for the same
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from itertools import islice
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,10 +19,10 @@ from .protocol import (
     check_new,
     host_counts,
     on_device,
-    places,
     refuse_gradient,
     row_numbers,
     shorter,
+    uniform,
     zeros,
 )
 
@@ -32,23 +33,30 @@ class Pool:
     def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         self.keys, self.values = keys, values
         self.holders = [0] * keys.shape[0]
-        self.free = list(range(keys.shape[0] - 1, 0, -1))
+        self.free = dict.fromkeys(range(1, keys.shape[0]))
+        """A set that keeps its order."""
+        self.flat = (keys.flatten(0, 1), values.flatten(0, 1))
 
-    def take(self, count: int) -> list[int]:
-        """Pages of zeros. Raises ValueError, and takes none, when there are too few."""
+    def take(self, pages: Sequence[int]) -> None:
+        """These free pages, as zeros."""
+        for page in pages:
+            del self.free[page]
+            self.holders[page] = 1
+        if pages:
+            index = torch.tensor(pages, device=self.keys.device)
+            self.keys.index_fill_(0, index, 0.0)
+            self.values.index_fill_(0, index, 0.0)
+
+    def take_any(self, count: int) -> list[int]:
+        """As many pages of zeros. Raises ValueError, and takes none, when there are too few."""
         if count > len(self.free):
             raise ValueError(
                 f"cache: {count} new pages needed, {len(self.free)} of {len(self.holders) - 1} are free; free(rows) of finished requests, "
                 "or make a larger PagedCache"
             )
-        taken = [self.free.pop() for _ in range(count)]
-        for page in taken:
-            self.holders[page] = 1
-        if taken:
-            index = torch.tensor(taken, device=self.keys.device)
-            self.keys.index_fill_(0, index, 0.0)
-            self.values.index_fill_(0, index, 0.0)
-        return taken
+        pages = list(islice(self.free, count))
+        self.take(pages)
+        return pages
 
     def hold(self, pages: Sequence[int]) -> None:
         for page in pages:
@@ -58,7 +66,36 @@ class Pool:
         for page in pages:
             self.holders[page] -= 1
             if self.holders[page] == 0:
-                self.free.append(page)
+                self.free[page] = None
+
+
+class _New(NamedTuple):
+    """What a step appends, where, and the tables as they will be."""
+
+    key: torch.Tensor
+    value: torch.Tensor
+    tables: list[list[int]]
+    after: list[int]
+    starts: list[int]
+    counts: list[int]
+    fresh: list[int]
+    copies: list[tuple[int, int]]
+    table: torch.Tensor
+    first: tuple[int, int] | None
+    entries: list[tuple[int, int, int]]
+    """Row, column and page that `table` does not hold yet."""
+
+
+def _first_pages(tables: list[list[int]]) -> tuple[int, int] | None:
+    """`Pages.first`, where every row has as many pages, in order, and rows stand equally far apart."""
+    if not tables or not tables[0] or any(len(table) != len(tables[0]) for table in tables):
+        return None
+    first = [table[0] for table in tables]
+    step = first[1] - first[0] if len(first) > 1 else 1
+    for b, table in enumerate(tables):
+        if step < 1 or table[0] != first[0] + b * step or table != list(range(table[0], table[0] + len(table))):
+            return None
+    return first[0], step
 
 
 class PagedLayer:
@@ -68,7 +105,10 @@ class PagedLayer:
         self.pool = pool
         self._tables: list[list[int]] = [[] for _ in range(rows)]
         self._lengths = [0] * rows
-        self._table_on_device: torch.Tensor | None = None
+        self._table: torch.Tensor | None = None
+        """The tables on the device, (B, room) with room for pages to come; made anew when None."""
+        self._first: tuple[int, int] | None = None
+        """`Pages.first` of the tables as they are in `_table`."""
 
     def __del__(self) -> None:
         # A fork that is dropped gives its pages back.
@@ -91,76 +131,103 @@ class PagedLayer:
     ) -> Step:
         starts, pool, size = self._lengths, self.pool, self.page_size
         if key is None:
-            return self._step(self._tables, starts, None, max(starts, default=0))
+            return self._step(*self._tabled(self._tables), starts, None, max(starts, default=0))
         check_new(key, value, pool.keys, pool.values, len(starts))
         refuse_gradient(key, value)
         counts = host_counts(counts, len(starts), key.shape[1])
         after = [n + c for n, c in zip(starts, counts)]
         # Which pages will be used is known before they are taken: explain() must not take any. A page that others hold too is copied
-        # before a row writes into it.
-        tables, fresh, copies = [list(t) for t in self._tables], [], []
-        free = iter(reversed(pool.free))
-        short = 0
+        # before a row writes into it. Rows are kept in neighbouring pages, and apart from each other, where that is possible.
+        tables, fresh, copies, entries = self._tables, {}, [], []
+        others, apart, short = iter(pool.free), (len(pool.holders) - 1) // max(len(starts), 1), 0
         for b, (start, end) in enumerate(zip(starts, after)):
-            if end == start:
-                continue
-            for index in range(start // size, -(-end // size)):
+            for index in range(start // size, -(-end // size)) if end > start else ():
                 shared = index < len(tables[b])
                 if shared and pool.holders[tables[b][index]] == 1:
                     continue
-                page = next(free, None)
+                page = tables[b][index - 1] + 1 if index else 1 + b * apart
+                if page not in pool.free or page in fresh:
+                    page = next((page for page in others if page not in fresh), None)
                 if page is None:
                     short += 1
                     continue
-                fresh.append(page)
+                if tables is self._tables:
+                    tables = [list(table) for table in tables]
+                fresh[page] = None
                 if shared:
                     copies.append((tables[b][index], page))
                     tables[b][index] = page
                 else:
+                    entries.append((b, index, page))
                     tables[b].append(page)
         if short:
             raise ValueError(
                 f"cache: {len(fresh) + short} new pages of {size} slots needed, {len(fresh)} of {len(pool.holders) - 1} are free; "
                 "free(rows) of finished requests, or make a larger PagedCache"
             )
-        return self._step(tables, after, (key, value, tables, after, starts, counts, fresh, copies), max(starts, default=0) + key.shape[1])
+        table, first = self._tabled(tables, bool(copies))
+        new = _New(key, value, tables, after, starts, counts, list(fresh), copies, table, first, entries if table is self._table else [])
+        return self._step(table, first, after, new, max(starts, default=0) + key.shape[1])
 
-    def _step(self, tables: list[list[int]], lengths: list[int], new: Any, slots: int) -> Step:
-        same = new is None or not new[6]
-        if same and self._table_on_device is not None:
-            table = self._table_on_device
-        else:
-            widest = max(max(map(len, tables), default=0), 1)
-            table = on_device([t + [0] * (widest - len(t)) for t in tables], self.pool.keys.device).reshape(len(tables), widest)
-        pages = Pages(self.pool.keys, self.pool.values, table)
+    def _tabled(self, tables: list[list[int]], changed: bool = False) -> tuple[torch.Tensor, tuple[int, int] | None]:
+        """The tables on the device, and where their pages begin. New pages have their place there; `write` enters them."""
+        widest = max(max(map(len, tables), default=0), 1)
+        table, first = self._table, self._first
+        if table is None or changed or widest > table.shape[1]:
+            room = widest + widest // 4 + 4
+            table = on_device([t + [0] * (room - len(t)) for t in tables], self.pool.keys.device).reshape(len(tables), room)
+        if tables is not self._tables or table is not self._table:
+            first = _first_pages(tables)
+        if tables is self._tables:
+            self._table, self._first = table, first
+        return table, first
+
+    def _step(self, table: torch.Tensor, first: tuple[int, int] | None, lengths: list[int], new: Any, slots: int) -> Step:
+        longest, device = max(lengths, default=0), self.pool.keys.device
+        width = max(-(-longest // self.page_size), 1)
+        pages = Pages(self.pool.keys, self.pool.values, table[:, :width], longest, first)
+        # Kernels that read pages are told each row's length; those of the CPU get them gathered, and need none where all are alike.
+        alike = device.type == "cpu" and lengths and uniform(lengths)
         # A mask covers the longest row, as `slots` says before the call.
-        return Step(None, None, slots, on_device(lengths, self.pool.keys.device), pages, new)
+        return Step(None, None, slots, None if alike else on_device(lengths, device), pages, new)
 
     def write(self, step: Step) -> None:
-        key, value, tables, _, starts, counts, fresh, copies = step.new
-        pool, size = self.pool, self.page_size
+        new, pool, size = step.new, self.pool, self.page_size
         device = pool.keys.device
-        if pool.take(len(fresh)) != fresh:
+        if any(page not in pool.free for page in new.fresh):
             raise RuntimeError("cache: its pages changed between the check of this call and its run; one thread at a time")
-        if copies:
-            source, target = torch.tensor(copies, device=device).T
+        pool.take(new.fresh)
+        if new.copies:
+            source, target = torch.tensor(new.copies, device=device).T
             pool.keys[target], pool.values[target] = pool.keys[source], pool.values[source]
-        rows, slot, number = places(starts, counts, torch.device("cpu"))
-        page = torch.tensor([tables[b][s // size] for b, s in zip(rows.tolist(), slot.tolist())], dtype=torch.long)
-        page, offset, rows, number = torch.stack([page, slot % size, rows, number]).to(device, non_blocking=True)
-        pool.keys[page, offset], pool.values[page, offset] = key[rows, number], value[rows, number]
+        self._enter(new.entries, new.table)
+        tables, starts, counts = new.tables, new.starts, new.counts
+        slots = [(tables[b], n) for b, c in enumerate(counts) for n in range(starts[b], starts[b] + c)]
+        places = torch.tensor([table[n // size] * size + n % size for table, n in slots], dtype=torch.long).to(device, non_blocking=True)
+        for flat, tokens in zip(pool.flat, (new.key, new.value)):
+            width = tokens.shape[1]
+            if len(slots) == len(counts) * width:
+                tokens = tokens.flatten(0, 1)
+            else:
+                taken = torch.tensor([b * width + i for b, c in enumerate(counts) for i in range(c)], dtype=torch.long)
+                tokens = tokens.flatten(0, 1).index_select(0, taken.to(device, non_blocking=True))
+            flat.index_copy_(0, places, tokens)
+
+    def _enter(self, entries: Sequence[tuple[int, int, int]], table: torch.Tensor) -> None:
+        if entries:
+            row, column, page = torch.tensor(entries, dtype=torch.int32).to(table.device, non_blocking=True).T
+            table[row, column] = page
 
     def commit(self, step: Step) -> None:
-        tables, after, copies = step.new[2], step.new[3], step.new[7]
-        self.pool.release([source for source, _ in copies])
-        self._tables, self._lengths = tables, after
-        self._table_on_device = step.pages.block_table
+        new = step.new
+        self.pool.release([source for source, _ in new.copies])
+        self._tables, self._lengths, self._table, self._first = new.tables, new.after, new.table, new.first
 
     def undo(self, step: Step) -> None:
-        after, starts, fresh = step.new[3], step.new[4], step.new[6]
-        # In the order in which they were taken, so that the free list is what it was.
-        self.pool.release([page for page in reversed(fresh) if self.pool.holders[page]])
-        self._clear(self._tables, starts, after)
+        new = step.new
+        self.pool.release([page for page in new.fresh if self.pool.holders[page]])
+        self._enter([(row, column, 0) for row, column, _ in new.entries], new.table)
+        self._clear(self._tables, new.starts, new.after)
 
     def _clear(self, tables: list[list[int]], starts: Sequence[int], ends: Sequence[int]) -> None:
         """Zeros from `starts[b]` to `ends[b]` in the pages that row b alone holds."""
@@ -177,7 +244,7 @@ class PagedLayer:
         size = self.page_size
         cut = [b for b, n in enumerate(wanted) if n % size and n < self._lengths[b] and self.pool.holders[self._tables[b][n // size]] > 1]
         # A page that others hold too keeps its content for them; the row gets its own.
-        for b, page in zip(cut, self.pool.take(len(cut))):
+        for b, page in zip(cut, self.pool.take_any(len(cut))):
             old = self._tables[b][wanted[b] // size]
             self.pool.keys[page], self.pool.values[page] = self.pool.keys[old], self.pool.values[old]
             self.pool.release([old])
@@ -187,7 +254,7 @@ class PagedLayer:
             self.pool.release(self._tables[b][keep:])
             self._tables[b] = self._tables[b][:keep]
         self._clear(self._tables, wanted, self._lengths)
-        self._lengths, self._table_on_device = wanted, None
+        self._lengths, self._table = wanted, None
 
     def reorder(self, indices: torch.Tensor) -> None:
         """Row b becomes what row `indices[b]` was, sharing its pages. No content is copied until one of them appends."""
@@ -198,7 +265,7 @@ class PagedLayer:
         self._tables, self._lengths = [list(old[r]) for r in rows], [self._lengths[r] for r in rows]
         for table in old:
             self.pool.release(table)
-        self._table_on_device = None
+        self._table = None
 
     def share(self, source: int, target: int, length: int | None = None) -> None:
         """Gives the empty row `target` the first `length` tokens of row `source`: whole pages are shared, the last one is copied."""
@@ -209,13 +276,13 @@ class PagedLayer:
         if not 0 <= length <= self._lengths[source]:
             raise ValueError(f"length: between 0 and {self._lengths[source]}, the source's length, got {length}")
         whole, rest = divmod(length, self.page_size)
-        last = self.pool.take(1 if rest else 0)
+        last = self.pool.take_any(1 if rest else 0)
         for page in last:
             old = self._tables[source][whole]
             self.pool.keys[page, :rest], self.pool.values[page, :rest] = self.pool.keys[old, :rest], self.pool.values[old, :rest]
         shared = self._tables[source][:whole]
         self.pool.hold(shared)
-        self._tables[target], self._lengths[target], self._table_on_device = shared + last, length, None
+        self._tables[target], self._lengths[target], self._table = shared + last, length, None
 
     def reset(self, rows: Sequence[int] | torch.Tensor | None = None) -> None:
         gone = set(row_numbers(rows, len(self._lengths)))
@@ -232,10 +299,10 @@ class PagedLayer:
         return new
 
     def contents(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        table, first = self._tabled(self._tables)
         longest = max(self._lengths, default=0)
-        table = self._step(self._tables, self._lengths, None, 0).pages.block_table.long()
-        key, value = (pool[table].flatten(1, 2)[:, :longest] for pool in (self.pool.keys, self.pool.values))
-        return key, value, self.lengths
+        pages = Pages(self.pool.keys, self.pool.values, table[:, : max(-(-longest // self.page_size), 1)], longest, first)
+        return pages.gathered(pages.keys), pages.gathered(pages.values), self.lengths
 
     def restore(self, key: torch.Tensor, value: torch.Tensor, lengths: torch.Tensor) -> None:
         check_new(key, value, self.pool.keys, self.pool.values, len(self._lengths))
@@ -249,7 +316,7 @@ class PagedLayer:
             step = empty.prepare(key.detach(), value.detach(), lengths.tolist(), None, None)
             empty.write(step)
         empty.commit(step)
-        self._tables, self._lengths, self._table_on_device = empty._tables, empty._lengths, None
+        self._tables, self._lengths, self._table = empty._tables, empty._lengths, None
         empty._tables = []
 
 

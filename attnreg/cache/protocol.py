@@ -23,6 +23,21 @@ class Pages(NamedTuple):
     """(pages, page_size, Hkv, Dv)"""
     block_table: torch.Tensor
     """(B, n) int32: the page that holds slots `page_size * c` to `page_size * (c + 1) - 1` of row b."""
+    slots: int | None = None
+    """Sk, where it is known to the host; else all slots of the n pages."""
+    first: tuple[int, int] | None = None
+    """Where row b's pages are known to be those from first[0] + b * first[1] on, one after the other: then they need no copy."""
+
+    def gathered(self, pool: torch.Tensor) -> torch.Tensor:
+        """(B, Sk, Hkv, D): the pages of each row one behind the other; a view where that is possible."""
+        rows, width = self.block_table.shape
+        if self.first is not None:
+            page = pool.stride(0)
+            strides = (self.first[1] * page, *pool.stride()[1:])
+            whole = pool.as_strided((rows, width * pool.shape[1], *pool.shape[2:]), strides, pool.storage_offset() + self.first[0] * page)
+        else:
+            whole = pool.index_select(0, self.block_table.flatten()).view(rows, width * pool.shape[1], *pool.shape[2:])
+        return whole if self.slots is None else whole[:, : self.slots]
 
 
 class Step(NamedTuple):

@@ -143,7 +143,7 @@ class SlidingLayer:
             if not 0 <= n <= length:
                 raise ValueError(f"lengths: each between 0 and the row's length, {self._lengths}, got {wanted}")
             left = have - (length - n)
-            if n and n < length and left < min(n, self.left):
+            if n and n < length and left < min(n, self.left + 1):
                 raise ValueError(
                     f"lengths: row {b} of length {length} keeps its last {have} tokens, and cropped to {n} would lack some that its window of "
                     f"{self.left} sees; SlidingCache(..., rollback={length - n}) keeps as many more"
@@ -204,7 +204,8 @@ class SlidingLayer:
 
 
 class SlidingCache(Cache):
-    """A cache for layers whose `window` is (left, ...) with left of at most `left`: it keeps that many tokens of each row.
+    """A cache for layers whose `window` is (left, ...) with left of at most `left`: it keeps that many
+    tokens of each row and the last one, at which a call without new tokens looks from.
 
     layers: how many. rollback: how many more tokens are kept, so that `crop` can take back that many.
     Slots of a call are what is kept and the new tokens; distances and `positions` are true all the same.
@@ -213,4 +214,4 @@ class SlidingCache(Cache):
     def __init__(self, layers: int, left: int, rollback: int = 0) -> None:
         if left < 0 or rollback < 0:
             raise ValueError(f"left, rollback: none below 0, got {left} and {rollback}")
-        super().__init__([SlidingLayer(left, left + rollback) for _ in range(layers)])
+        super().__init__([SlidingLayer(left, left + 1 + rollback) for _ in range(layers)])

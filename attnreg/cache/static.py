@@ -2,31 +2,51 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from .layers import Cache
-from .protocol import Lengths, Step, check_new, clear, host_counts, put, refuse_gradient, row_numbers, shorter, uniform
+from .protocol import Lengths, Step, check_new, clear, host_counts, put, refuse_gradient, row_numbers, shorter, uniform, zeros
+
+
+def lengths_at_hand(device: torch.device) -> bool:
+    """Whether the host may look at lengths without waiting for a device, or breaking a graph."""
+    return device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 class StaticLayer:
     """One layer: (B, capacity, Hkv, D), and `lengths` (B,) int32 on the device.
 
     On a CPU outside of compiled regions lengths are at hand: an append past the capacity is a ValueError, and kernels are given the used
-    part only. Elsewhere a row that does not fit appends nothing, and `overflowed` is set.
+    part only. Elsewhere a row that does not fit appends nothing, and `overflowed` is set. Each row has one spare slot past its capacity
+    that no kernel is shown: a token that does not fit lands there, so that appending one token asks the device no question.
     """
 
-    def __init__(self, key: torch.Tensor, value: torch.Tensor) -> None:
-        self.key, self.value = key, value
+    def __init__(self, rows: int, capacity: int, key_heads: int, dims: tuple[int, int], like: torch.Tensor) -> None:
+        self._set_rooms(tuple(zeros((rows, capacity + 1, key_heads, dim), like) for dim in dims))
         with torch.inference_mode(False):
-            self.lengths = torch.zeros(key.shape[0], dtype=torch.int32, device=key.device)
-            self.overflowed = torch.zeros((), dtype=torch.bool, device=key.device)
+            self.lengths = torch.zeros(rows, dtype=torch.int32, device=like.device)
+            self._asked = torch.zeros(rows, dtype=torch.int32, device=like.device)
+            """Lengths as they would be without a capacity: what is past it has overflowed."""
+            self._first = torch.arange(rows, device=like.device) * (capacity + 1)
+            self._next = self._first.clone()
+            """Where each row's next token goes in `_flat`."""
+            self._overflowed = torch.zeros((), dtype=torch.bool, device=like.device)
+
+    def _set_rooms(self, rooms: tuple[torch.Tensor, torch.Tensor]) -> None:
+        self._rooms, self._flat = rooms, tuple(room.flatten(0, 1) for room in rooms)
+        self.key, self.value = (room[:, :-1] for room in rooms)
 
     @property
     def capacity(self) -> int:
         return self.key.shape[1]
+
+    @property
+    def overflowed(self) -> torch.Tensor:
+        return self._overflowed | (self._asked > self.capacity).any()
 
     def slots(self, n_new: int) -> int:
         return self.capacity
@@ -34,25 +54,25 @@ class StaticLayer:
     def prepare(
         self, key: torch.Tensor | None, value: torch.Tensor | None, counts: Any, window: tuple | None, key_mask: torch.Tensor | None
     ) -> Step:
-        known = self.key.device.type == "cpu" and not torch.compiler.is_compiling()
         if key is not None:
             check_new(key, value, self.key, self.value, self.key.shape[0])
             refuse_gradient(key, value)
             if key.shape[1] > self.capacity:
                 raise ValueError(f"key: at most {self.capacity} tokens, the cache's capacity, got {key.shape[1]}")
-        if known:
+        if lengths_at_hand(self.key.device):
             return self._known_step(key, value, counts)
         if key is None:
             return Step(self.key, self.value, self.capacity, self.lengths)
         new = key.shape[1]
-        lengths = self.lengths
+        if new == 1 and counts is None:
+            # The lengths are those after the call: `write` sets them in place before a kernel reads them.
+            return Step(self.key, self.value, self.capacity, self.lengths, new=(key, value, []))
         if counts is not None and not isinstance(counts, torch.Tensor):
-            counts = torch.tensor(counts, dtype=torch.int32, device=lengths.device)
-        more = new if counts is None else counts.clamp(0, new).to(torch.int32)
-        after = lengths + more
+            counts = torch.tensor(counts, dtype=torch.int32, device=self.lengths.device)
+        after = self.lengths + (new if counts is None else counts.clamp(0, new).to(torch.int32))
         fits = after <= self.capacity
-        after = torch.where(fits, after, lengths)
-        return Step(self.key, self.value, self.capacity, after, new=(key, value, after, more, fits))
+        after = torch.where(fits, after, self.lengths)
+        return Step(self.key, self.value, self.capacity, after, new=(key, value, after, fits))
 
     def _known_step(self, key: torch.Tensor | None, value: torch.Tensor | None, counts: Any) -> Step:
         starts = after = self.lengths.tolist()
@@ -71,50 +91,68 @@ class StaticLayer:
         return Step(self.key[:, :longest], self.value[:, :longest], self.capacity, ragged, new=new)
 
     def write(self, step: Step) -> None:
-        key, value, after, *_ = step.new
-        if isinstance(after, list):
-            starts, counts = step.new[3:]
-            put(self.key, key, starts, counts)
-            put(self.value, value, starts, counts)
+        key, value, *rest = step.new
+        if len(rest) == 3:
+            put(self.key, key, *rest[1:])
+            put(self.value, value, *rest[1:])
+        elif len(rest) == 2:
+            self._write_where_it_fits(key, value, rest[0])
         else:
-            self._write_where_it_fits(step, key, value)
+            for flat, new in zip(self._flat, (key, value)):
+                flat.index_copy_(0, self._next, new.squeeze(1))
+            self._asked.add_(1)
+            rest[0].append("counted")
+            torch.clamp(self._asked, max=self.capacity, out=self.lengths)
+            torch.add(self._first, self.lengths, out=self._next)
 
-    def _write_where_it_fits(self, step: Step, key: torch.Tensor | None, value: torch.Tensor | None) -> None:
-        """Every token has a slot of its own, modulo the capacity; those that may not be written write back what stands there."""
-        more, fits = step.new[3:]
-        number = torch.arange(step.new[0].shape[1], device=self.key.device)
-        slot = (self.lengths[:, None] + number).remainder(self.capacity).long()
-        row = torch.arange(self.key.shape[0], device=self.key.device)[:, None]
-        taken = fits[:, None].expand(-1, number.shape[0]) if isinstance(more, int) else fits[:, None] & (number < more[:, None])
-        for buffer, new in ((self.key, key), (self.value, value)):
-            new = torch.zeros((), dtype=buffer.dtype, device=buffer.device) if new is None else new
-            buffer.index_put_((row, slot), torch.where(taken[:, :, None, None], new, buffer[row, slot]))
+    def _write_where_it_fits(self, key: torch.Tensor, value: torch.Tensor, after: torch.Tensor) -> None:
+        number = torch.arange(key.shape[1], device=self.key.device)
+        slot = self.lengths[:, None] + number
+        place = self._first[:, None] + torch.where(slot < after[:, None], slot, self.capacity)
+        for flat, new in zip(self._flat, (key, value)):
+            flat.index_copy_(0, place.flatten(), new.flatten(0, 1))
+
+    def _hold(self, lengths: torch.Tensor) -> None:
+        """Sets the lengths, with what follows from them."""
+        self._overflowed.logical_or_((self._asked > self.capacity).any())
+        self.lengths.copy_(lengths)
+        self._asked.copy_(lengths)
+        torch.add(self._first, self.lengths, out=self._next)
 
     def commit(self, step: Step) -> None:
-        after = step.new[2]
-        if isinstance(after, list):
-            self.lengths.copy_(torch.tensor(after, dtype=torch.int32))
-        else:
-            self.lengths.copy_(after)
-            self.overflowed.logical_or_(~step.new[4].all())
+        rest = step.new[2:]
+        if len(rest) == 3 and uniform(rest[2]):
+            for counter in (self.lengths, self._asked, self._next):
+                counter.add_(rest[2][0])
+        elif len(rest) == 3:
+            self._hold(torch.tensor(rest[0], dtype=torch.int32))
+        elif len(rest) == 2:
+            self._hold(rest[0])
+            self._overflowed.logical_or_(~rest[1].all())
 
     def undo(self, step: Step) -> None:
-        after = step.new[2]
-        if isinstance(after, list):
-            clear(self.key, step.new[3], after)
-            clear(self.value, step.new[3], after)
-        else:
-            self._write_where_it_fits(step, None, None)
+        rest = step.new[2:]
+        if len(rest) == 3:
+            clear(self.key, rest[1], rest[0])
+            clear(self.value, rest[1], rest[0])
+            return
+        if rest == (["counted"],):
+            torch.clamp(self._asked.sub_(1), max=self.capacity, out=self.lengths)
+        self._keep(self.lengths)
 
     def crop(self, lengths: Lengths) -> None:
         if self.key.device.type == "cpu" or not isinstance(lengths, torch.Tensor):
             wanted = torch.tensor(shorter(self.lengths.tolist(), lengths), dtype=torch.int32, device=self.key.device)
         else:
             wanted = torch.minimum(self.lengths, lengths.to(self.lengths).clamp_min(0))
-        gone = torch.arange(self.capacity, device=self.key.device)[None] >= wanted[:, None]
-        self.key.masked_fill_(gone[..., None, None], 0.0)
-        self.value.masked_fill_(gone[..., None, None], 0.0)
-        self.lengths.copy_(wanted)
+        self._keep(wanted)
+
+    def _keep(self, wanted: torch.Tensor) -> None:
+        """Zeros past `wanted` in each row, the spare slot included."""
+        gone = torch.arange(self.capacity + 1, device=self.key.device)[None] >= wanted[:, None]
+        for room in self._rooms:
+            room.masked_fill_(gone[..., None, None], 0.0)
+        self._hold(wanted)
 
     def reorder(self, indices: torch.Tensor) -> None:
         """Row b becomes what row `indices[b]` was, in place: the batch size stays."""
@@ -122,22 +160,29 @@ class StaticLayer:
         index = torch.as_tensor(rows, device=self.key.device)
         if index.shape != (self.key.shape[0],):
             raise ValueError(f"indices: one for each of the {self.key.shape[0]} rows, got shape {tuple(index.shape)}")
-        for buffer in (self.key, self.value, self.lengths):
+        for buffer in (self.key, self.value):
             buffer.copy_(buffer.index_select(0, index))
+        self._hold(self.lengths.index_select(0, index))
 
     def reset(self, rows: Sequence[int] | torch.Tensor | None = None) -> None:
         if rows is None:
-            self.key.zero_(), self.value.zero_(), self.lengths.zero_(), self.overflowed.zero_()
+            for room in self._rooms:
+                room.zero_()
+            self._hold(torch.zeros_like(self.lengths))
+            self._overflowed.zero_()
             return
         index = torch.tensor(row_numbers(rows, self.key.shape[0]), device=self.key.device)
-        for buffer in (self.key, self.value, self.lengths):
-            buffer.index_fill_(0, index, 0)
+        for room in self._rooms:
+            room.index_fill_(0, index, 0)
+        self._hold(self.lengths.index_fill(0, index, 0))
 
     def fork(self) -> StaticLayer:
+        new = copy.copy(self)
         with torch.inference_mode(False):
-            new = StaticLayer(self.key.clone(), self.value.clone())
-        new.lengths.copy_(self.lengths)
-        new.overflowed.copy_(self.overflowed)
+            for name, tensor in self.__dict__.items():
+                if isinstance(tensor, torch.Tensor):
+                    setattr(new, name, tensor.clone())
+            new._set_rooms(tuple(room.clone() for room in self._rooms))
         return new
 
     def contents(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -150,13 +195,14 @@ class StaticLayer:
             raise ValueError(f"key: at most {self.capacity} slots, the cache's capacity, got {key.shape[1]}")
         self.reset()
         self.key[:, : key.shape[1]], self.value[:, : value.shape[1]] = key, value
-        self.lengths.copy_(lengths)
+        self._hold(lengths)
 
 
 class StaticCache(Cache):
     """A cache of fixed size for all layers: decode steps compile once, and can be captured into a CUDA graph.
 
-    A mask over it covers its whole capacity. Bytes: 2 * layers * batch * capacity * key_heads * head_dim * the dtype's size.
+    A mask over it covers its whole capacity. Bytes: 2 * layers * batch * (capacity + 1) * key_heads * head_dim * the dtype's
+    size.
     """
 
     def __init__(
@@ -170,11 +216,9 @@ class StaticCache(Cache):
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        def room(dim: int) -> torch.Tensor:
-            with torch.inference_mode(False):
-                return torch.zeros(batch, capacity, key_heads, dim, dtype=dtype, device=device)
-
-        super().__init__([StaticLayer(room(head_dim), room(head_dim if value_dim is None else value_dim)) for _ in range(layers)])
+        like = torch.empty(0, dtype=dtype, device=device)
+        dims = (head_dim, head_dim if value_dim is None else value_dim)
+        super().__init__([StaticLayer(batch, capacity, key_heads, dims, like) for _ in range(layers)])
 
     @property
     def overflowed(self) -> torch.Tensor:

@@ -48,25 +48,17 @@ def take_step(
     else:
         check_tensor("query", query)
         step = cache.prepare(None, None, None, window, mask)
-    call.pages = step.pages
-    if step.pages is None:
-        key, value = (step.key.transpose(1, 2), step.value.transpose(1, 2)) if bhsd else (step.key, step.value)
-        call.key, call.value = key, value
-    else:
-        call.key = call.value = None
-        if query.dtype != step.pages.keys.dtype or query.shape[-1] != step.pages.keys.shape[-1]:
-            raise ValueError(
-                f"query: dtype {step.pages.keys.dtype} and head dim {step.pages.keys.shape[-1]}, as in the cache, "
-                f"got {query.dtype} and {query.shape[-1]}"
-            )
+    call.see(cache, step)
+    if step.pages is not None and (query.dtype != step.pages.keys.dtype or query.shape[-1] != step.pages.keys.shape[-1]):
+        raise ValueError(
+            f"query: dtype {step.pages.keys.dtype} and head dim {step.pages.keys.shape[-1]}, as in the cache, "
+            f"got {query.dtype} and {query.shape[-1]}"
+        )
     if call.query is None:
         if query.dim() == 3 and n_heads is not None:
             query, call.shape_given = query.unflatten(2, (n_heads, -1)), "flat"
         take_tensors(call, query, call.key, call.value, None, None, packed=False)
     check_sizes(call, n_heads, n_kv_heads)
-    call.step, call.cache, call.key_lengths, call.repeatable = step, cache, step.key_lengths, False
-    if step.key_lengths is not None:
-        call.lengths_given = {"key_lengths": step.key_lengths}
 
 
 def masks_over(call: AttentionCall, given: dict[str, Any]) -> tuple:

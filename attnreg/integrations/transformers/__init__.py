@@ -11,11 +11,12 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from ... import policy
 from .attention import attention_function
+from .cache import cache
 from .check import check
 from .layers import name_layers
 from .masks import HostMask, host_mask
 
-__all__ = ["HostMask", "check", "name_layers", "register"]
+__all__ = ["HostMask", "cache", "check", "name_layers", "register"]
 
 _TRAPS = {
     "flash": "transformers loads its own flash kernels for every name with 'flash' in it",
