@@ -13,7 +13,7 @@ from .backend import Output
 from .cache.segments import in_rows
 from .call import AttentionCall
 from .packing import Padding
-from .plans import on_device, signature_of
+from .plans import LATEST, on_device, signature_of
 from .run import run, run_appending
 from .select import Selection, select
 from .selections import choose, choose_while_tracing
@@ -34,6 +34,7 @@ _last = _Last()
 _tracing = torch.compiler.is_dynamo_compiling
 _current_scope = policy.current_scope.get
 _grad_enabled = torch.is_grad_enabled
+_new_call = AttentionCall.__new__
 _deterministic = torch._C._get_deterministic_algorithms
 
 
@@ -118,38 +119,46 @@ def attention(
         or sinks is not None
     ):
         options = {"query_mask": query_mask, "key_mask": key_mask, "mask": mask, "bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks}
-    remembered, signature, plan = plans.by_signature, None, None
+    remembered, asked, plan = plans.by_signature, None, None
     if cache is None and cu_seqlens is None and key_lengths is None and query_lengths is None and key_starts is None:
         try:
-            signature = (
-                query.shape, key.shape, causal, window, softcap, scale, dropout_p, finite_padding, layout, n_heads, n_kv_heads, return_lse,
-                max_seqlens, backend, layer, deterministic, _deterministic(), _grad_enabled(), scope,
-                options and tuple(map(signature_of, options.values())), query.is_cuda and on_device(query, key, value),
+            asked = (
+                causal, window, softcap, scale, dropout_p, finite_padding, layout, n_heads, n_kv_heads, return_lse, max_seqlens, backend,
+                layer, deterministic, _deterministic(), _grad_enabled(), scope, options and tuple(map(signature_of, options.values())),
+                query.is_cuda and on_device(query, key, value),
             )  # fmt: skip
-            for known in remembered.get(signature, ()):
-                if known.fits(query, key, value):
-                    plan = known
-                    break
+            # The layers of a model repeat one call, which is found by comparing alone.
+            plan = remembered.get(LATEST)
+            if plan is None or plan.asked != asked or not plan.fits(query, key, value):
+                plan = plans.find(remembered, asked, query, key, value)
         except (AttributeError, TypeError, RuntimeError):  # not tensors, or not hashable: the checks below say what is wrong, or take it
-            signature = None
+            asked = plan = None
     if plan is None:
         if arrays.foreign(query):
             return arrays.attend(attention, _arguments(locals()))
         call = _checked(locals())
         selection = choose(call, backend, layer, scope)
-        if signature is not None and call.repeatable:
-            plans.remember(remembered, signature, query, key, value, call, selection)
+        if asked is not None and call.repeatable:
+            plans.remember(remembered, asked, query, key, value, call, selection)
         _last.selection = selection
         function = run if cache is None else run_appending
         return function(call, selection.chosen, selection.run)
-    call = AttentionCall.__new__(AttentionCall)
-    state = call.__dict__
-    state.update(plan.template)
-    state["query"], state["key"], state["value"] = query, key, value
+    # Set one by one, since Python keeps such attributes without a dictionary.
+    call = _new_call(AttentionCall)
+    call.query, call.key, call.value = query, key, value
+    call.layout, call.causal, call.scale, call._spec = layout, causal, plan.scale, plan.spec
+    if plan.template:
+        call.__dict__.update(plan.template)
     if options is not None:
-        state.update(options)
+        call.__dict__.update(options)
     _last.selection = plan.selection
-    return plan.run(call) if plan.run else run(call, plan.selection.chosen, plan.selection.run)
+    if plan.run is None:
+        return run(call, plan.selection.chosen, plan.selection.run)
+    if plan.layout == layout:
+        return plan.run(call)
+    call.query, call.key, call.value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+    call.layout = plan.layout
+    return plan.run(call).transpose(1, 2)
 
 
 def _arguments(names: dict[str, Any]) -> dict[str, Any]:
@@ -187,10 +196,6 @@ def last_selection() -> Selection | None:
 
 
 # ---------------------------------------------------------------------- the three steps
-
-
-def _arguments(variables: dict[str, Any]) -> dict[str, Any]:
-    return {name: variables[name] for name in ("query", "key", "value", *_OPTIONS)}
 
 
 def _checked(arguments: dict[str, Any]) -> AttentionCall:

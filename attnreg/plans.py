@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -12,20 +13,33 @@ from .backend import Output
 from .call import AttentionCall
 from .select import Selection
 from .selections import LIMIT
+from .spec import AttentionSpec
 
 
-class Plan(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Plan:
     """What a repeated call needs: the checked call less its tensors, and what to run."""
 
+    asked: tuple
+    """Everything that was given besides query, key and value."""
     fits: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], bool]
     """Whether query, key and value are as they were: sizes, strides, dtype, device, gradients, autocast."""
+    scale: float
+    spec: AttentionSpec
     template: dict[str, Any]
+    """The call's other attributes that are not neutral."""
     selection: Selection
     run: Callable[[AttentionCall], Output] | None
-    """The backend's function, where the result needs no change of layout or shape; else None."""
+    """The backend's function, where the result needs no change but of the layout; else None."""
+    layout: str
+    """The layout in which it takes the call."""
 
 
-by_signature: dict[tuple, list[Plan]] = {}
+LATEST = ()
+"""The key under which the plan that served last stands alone."""
+
+by_signature: dict[tuple, Any] = {}
+"""Plans by what was asked and by shapes, in lists; and the latest."""
 
 
 def signature_of(tensor: torch.Tensor | None) -> tuple | None:
@@ -39,9 +53,17 @@ def on_device(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tu
     return query.data_ptr() % 16, key.data_ptr() % 16, value.data_ptr() % 16, torch.cuda.is_current_stream_capturing()
 
 
+def find(plans: dict[tuple, Any], asked: tuple, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Plan | None:
+    for plan in plans.get((asked, query.shape, key.shape), ()):
+        if plan.fits(query, key, value):
+            plans[LATEST] = plan
+            return plan
+    return None
+
+
 def remember(
-    plans: dict[tuple, list[Plan]],
-    signature: tuple,
+    plans: dict[tuple, Any],
+    asked: tuple,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -49,13 +71,21 @@ def remember(
     selection: Selection,
 ) -> None:
     """Makes the plan of a call. `plans`: `by_signature` as it was before the choice."""
-    template = {n: v for n, v in call.__dict__.items() if not isinstance(v, torch.Tensor) and v is not getattr(AttentionCall, n, signature)}
-    as_it_is = call.layout == selection.chosen.layout and not call.return_lse and not selection.spec.zero_size
-    plan = Plan(_fits(query, key, value), template, selection, selection.run if as_it_is else None)
+    apart = ("layout", "causal", "scale", "_spec")
+    template = {
+        name: given
+        for name, given in call.__dict__.items()
+        if not isinstance(given, torch.Tensor) and name not in apart and given != getattr(AttentionCall, name, plans)
+    }
+    function = None if call.return_lse or selection.spec.zero_size else selection.run
+    fits = _fits(query, key, value)
+    plan = Plan(asked, fits, call.scale, selection.spec, template, selection, function, selection.chosen.layout)
     if len(plans) >= LIMIT:
         plans.clear()
     # A few of one signature may differ in strides or in who needs a gradient; the latest comes first.
+    signature = (asked, query.shape, key.shape)
     plans[signature] = [plan, *plans.get(signature, ())[:3]]
+    plans[LATEST] = plan
 
 
 def _fits(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], bool]:
