@@ -13,7 +13,9 @@ import argparse
 import gc
 import importlib.metadata
 import os
+import pathlib
 import platform
+import re
 import statistics
 import time
 from collections.abc import Callable
@@ -118,27 +120,19 @@ def in_turns(functions: dict[str, Callable], rounds: int) -> dict[str, float]:
 
 
 def machine() -> str:
-    names = (
-        [line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")]
-        if os.path.exists("/proc/cpuinfo")
-        else []
-    )
-    libraries = []
-    for library in ("torch", "transformers", "diffusers", "attnreg"):
-        try:
-            libraries.append(f"{library} {importlib.metadata.version(library)}")
-        except importlib.metadata.PackageNotFoundError:
-            pass
-    return (
-        f"{names[0] if names else platform.machine()}, {os.cpu_count()} cores; Python {platform.python_version()}, {', '.join(libraries)}"
-    )
+    """The machine and the versions, in one line."""
+    described = pathlib.Path("/proc/cpuinfo")
+    names = re.findall(r"model name\s*: (.*)", described.read_text()) if described.exists() else [platform.machine()]
+    installed = {d.name: d.version for d in importlib.metadata.distributions()}
+    libraries = [f"{name} {installed[name]}" for name in ("torch", "transformers", "diffusers", "attnreg") if name in installed]
+    return f"{names[0]}, {os.cpu_count()} cores; Python {platform.python_version()}, {', '.join(libraries)}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--loops", type=int, default=2000, help="calls in one tight loop")
-    parser.add_argument("--repeats", type=int, default=15, help="tight loops of each candidate; the best counts")
-    parser.add_argument("--rounds", type=int, default=4000, help="single calls of each candidate, in turns")
+    parser.add_argument("--loops", type=int, default=40, help="calls in one tight loop: few, so that some loop runs undisturbed")
+    parser.add_argument("--repeats", type=int, default=300, help="tight loops of each candidate; the best counts")
+    parser.add_argument("--rounds", type=int, default=2000, help="single calls of each candidate, in turns")
     options = parser.parse_args()
     torch.set_num_threads(1)
     print(f"{machine()}, {time.strftime('%Y-%m-%d')}\n")

@@ -110,7 +110,13 @@ def test_a_selection_is_data_and_words():
     assert (data["chosen"], data["able"], data["source"], data["notes"]) == ("first", ["second"], "automatic", ["a copy is made"])
     assert data["rejected"]["third"][0]["what"] == "grouped_heads" and data["spec"]["dtype"] == "torch.float32"
     text = str(selection)
-    for words in ("first  (order auto: automatic)", "a copy is made", "able, lower in the order: second", "third was not chosen", "a plugin: broke"):
+    for words in (
+        "first  (order auto: automatic)",
+        "a copy is made",
+        "able, lower in the order: second",
+        "third was not chosen",
+        "a plugin: broke",
+    ):
         assert words in text
     assert __import__("json").loads(__import__("json").dumps(data)) == data
 
