@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import attnreg
-from attnreg import NATIVE, Backend, Capabilities, Feature, attention
+from attnreg import NATIVE, Backend, Capabilities, Feature, attention, selections
 
 module = importlib.import_module("attnreg.attention")
 close = torch.testing.assert_close
@@ -25,7 +25,7 @@ def asked(monkeypatch):
     attnreg.attention(*made())
     attnreg.policy.changed()
     specs = []
-    select, checked = module.select, module._checked
+    select, checked = selections.select, module._checked
 
     def counting(spec, *rest):
         specs.append(spec)
@@ -39,7 +39,7 @@ def asked(monkeypatch):
         checks = 0
 
     specs = Specs()
-    monkeypatch.setattr(module, "select", counting)
+    monkeypatch.setattr(selections, "select", counting)
     monkeypatch.setattr(module, "_checked", checking)
     return specs
 
