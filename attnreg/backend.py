@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
-from packaging.requirements import Requirement
 
 from .capabilities import Capabilities, Reason
 from .spec import AttentionSpec
@@ -31,6 +30,8 @@ def needs(*requirements: str, remedy: str = "") -> Callable[[], Reason | None]:
     """
 
     def missing() -> Reason | None:
+        from packaging.requirements import Requirement  # takes a quarter of the time of `import attnreg`, and is needed later if at all
+
         for requirement in requirements:
             found = []
             for alternative in map(Requirement, requirement.split("|")):

@@ -1,20 +1,212 @@
-"""Which backends there are: loading once, and changes while other threads look."""
+"""Every backend there is: built-in, registered, or of plugins, good and bad, each loaded alone."""
 
+from __future__ import annotations
+
+import importlib.metadata
 import threading
+import types
 
 import pytest
+import torch
 
 import attnreg
-from attnreg import registry
+from attnreg import NATIVE, Backend, Capabilities, Feature, hookimpl, registry
+
+x = torch.ones(1, 2, 1, 8)
+
+
+def backend(name, **options):
+    return Backend(name=name, run=lambda call: call.query, capabilities=Capabilities(features={Feature.CAUSAL: NATIVE}), **options)
+
+
+def plugin(name, answer, hook="attnreg_backends"):
+    """A module with one hook."""
+
+    def function():
+        return answer() if callable(answer) else answer
+
+    function.__name__ = hook
+    module = types.ModuleType(name)
+    setattr(module, hook, hookimpl(function))
+    return module
+
+
+class Entry:
+    """An entry point as `importlib.metadata` gives them; the fields that are read."""
+
+    dist = None
+
+    def __init__(self, name, load):
+        self.name, self.value, self._load = name, f"{name}:module", load
+
+    def load(self):
+        return self._load() if isinstance(self._load, types.FunctionType) else self._load
 
 
 @pytest.fixture
-def empty(monkeypatch):
-    """A registry that nothing has loaded yet."""
+def install(monkeypatch):
+    """A registry that has loaded nothing, in a process where only these plugins are installed."""
     monkeypatch.setattr(registry, "_registry", registry._Registry())
+    monkeypatch.delenv("ATTNREG_STRICT_PLUGINS", raising=False)
+
+    def give(*entries):
+        monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: list(entries) if group == "attnreg" else [])
+
+    give()
+    yield give
+    attnreg.policy.changed()
 
 
-def test_a_thread_that_comes_while_plugins_load_waits_for_all_of_them(empty, monkeypatch):
+def failures():
+    return {failure.plugin: failure for failure in registry.failures()}
+
+
+def test_built_in_backends_come_by_the_same_door(install):
+    assert {"sdpa", "reference", "flash2", "flex"} <= set(attnreg.backends())
+    assert registry.origin("sdpa") == "attnreg" and registry.failures() == ()
+
+
+def test_the_mapping_is_read_only_and_in_order(install):
+    attnreg.register(backend("top", priority=10_000))
+    attnreg.register(backend("bottom", priority=-10_000))
+    names = list(attnreg.backends())
+    assert names[0] == "top" and names[-1] == "bottom"
+    with pytest.raises(TypeError):
+        attnreg.backends()["mine"] = backend("mine")
+
+
+def test_register_takes_effect_at_once_and_unregister_too(install):
+    attnreg.attention(x, x, x, causal=True)
+    before = attnreg.last_selection().chosen.name
+    attnreg.register(backend("mine", priority=10_000))
+    attnreg.attention(x, x, x, causal=True)
+    assert attnreg.last_selection().chosen.name == "mine" and registry.origin("mine") == "register()"
+    attnreg.unregister("mine")
+    attnreg.attention(x, x, x, causal=True)
+    assert attnreg.last_selection().chosen.name == before
+    with pytest.raises(LookupError, match="mine"):
+        attnreg.attention(x, x, x, backend="mine")
+
+
+def test_a_taken_name_needs_override(install):
+    first, second = backend("mine"), backend("mine", priority=1)
+    attnreg.register(first)
+    with pytest.raises(ValueError, match=r"mine.*register\(\).*override=True"):
+        attnreg.register(second)
+    assert attnreg.backends()["mine"] is first
+    attnreg.register(second, override=True)
+    assert attnreg.backends()["mine"] is second
+
+
+def test_a_name_is_never_a_family_too(install):
+    for wrong in (backend("flash"), backend("mine", family="sdpa")):
+        with pytest.raises(ValueError, match="family"):
+            attnreg.register(wrong)
+        assert wrong.name not in attnreg.backends()
+
+
+def test_register_takes_backends_only(install):
+    with pytest.raises(TypeError, match=r"attnreg\.Backend, got str"):
+        attnreg.register("sdpa")
+
+
+@pytest.mark.parametrize("call", [attnreg.unregister, lambda name: registry.check_name(name, "backend"), attnreg.use])
+def test_an_unknown_name_is_told_the_nearest(install, call):
+    with pytest.raises(LookupError) as raised:
+        call("spda")
+    assert all(word in str(raised.value) for word in ("'spda'", "did you mean 'sdpa'?", "reference"))
+
+
+def test_families_and_auto_are_names_of_choice_only(install):
+    for name in ("flash", "auto"):
+        registry.check_name(name, "backend")
+        with pytest.raises(LookupError, match=name):
+            attnreg.unregister(name)
+
+
+def test_good_plugins_load(install):
+    install(Entry("one", plugin("one", [backend("first"), backend("second")])), Entry("two", plugin("two", lambda: [backend("third")])))
+    assert {"first", "second", "third"} <= set(attnreg.backends()) and registry.failures() == ()
+    assert registry.origin("second") == "one" and set(registry.import_seconds()) == {"one", "two"}
+
+
+def raising(error):
+    def function():
+        raise error
+
+    return function
+
+
+def bad_claim():
+    return Backend(name="odd", run=lambda call: call.query, capabilities=lambda: Capabilities(features={"causal!": NATIVE}))
+
+
+def with_helper():
+    """A module whose hook is fine, beside one with a name that nobody calls."""
+    module = plugin("half", [backend("half")])
+    extra = lambda: []
+    module.attnreg_backend = hookimpl(extra)
+    return module
+
+
+# the plugin, words of its failure, backends of it that are there all the same
+BAD = {
+    "import error": (raising(ImportError("no libfast.so")), ["import of bad:module", "ImportError", "no libfast.so"], []),
+    "exit at import": (raising(SystemExit(3)), ["SystemExit"], []),
+    "misspelt hook": (
+        plugin("bad", [backend("lost")], hook="attnreg_backend"),
+        ["'attnreg_backend'", "did you mean 'attnreg_backends'"],
+        [],
+    ),
+    "misspelt beside a right one": (with_helper(), ["unknown hook 'attnreg_backend'"], ["half"]),
+    "no hook": (types.ModuleType("bad"), ["implements no hook", "hookimpl"], []),
+    "raising hook": (plugin("bad", raising(RuntimeError("no card"))), ["its hook raised RuntimeError: no card"], []),
+    "hook returns nothing": (plugin("bad", 7), ["TypeError"], []),
+    "duplicate": (plugin("bad", [backend("sdpa")]), ["'sdpa'", "taken by attnreg"], []),
+    "no backend": (plugin("bad", ["sdpa"]), ["'sdpa'", "no attnreg.Backend"], []),
+    "malformed claim": (plugin("bad", [bad_claim()]), ["causal!", "NATIVE or EMULATED"], []),
+    "one of two": (plugin("bad", [bad_claim(), backend("sound")]), ["causal!", "others are not"], ["sound"]),
+}
+
+
+@pytest.mark.parametrize(("load", "words", "there"), BAD.values(), ids=BAD)
+def test_a_bad_plugin_fails_alone_and_is_shown(install, monkeypatch, load, words, there):
+    """Its failure stands in `explain`, in a LookupError and among `failures`; a plugin loaded after it is well; STRICT raises."""
+    install(Entry("bad", load), Entry("good", plugin("good", [backend("good")])))
+    names = set(attnreg.backends())
+    assert "good" in names and "reference" in names and set(there) <= names
+    assert names & {"lost", "odd", "half", "sound"} == set(there)
+    assert registry.origin("sdpa") == "attnreg"
+    failure = str(failures()["bad"])
+    assert [word for word in words if word not in failure] == [], failure
+    attnreg.policy.changed()
+    assert "plugin failed: bad" in str(attnreg.explain(x, x, x))
+    with pytest.raises(LookupError) as raised:
+        attnreg.attention(x, x, x, backend="lost")
+    assert failure in str(raised.value)
+
+    monkeypatch.setattr(registry, "_registry", registry._Registry())
+    monkeypatch.setenv("ATTNREG_STRICT_PLUGINS", "1")
+    with pytest.raises(registry.PluginError) as strict:
+        attnreg.backends()
+    assert str(strict.value).startswith("bad: ")
+    monkeypatch.delenv("ATTNREG_STRICT_PLUGINS")
+    assert "good" in attnreg.backends(), "a failed load is tried again, not half kept"
+
+
+def test_an_interrupt_is_no_plugin_failure(install):
+    install(Entry("bad", raising(KeyboardInterrupt())))
+    with pytest.raises(KeyboardInterrupt):
+        attnreg.backends()
+
+
+def test_a_plugin_may_ask_attnreg_while_it_loads(install):
+    seen = []
+    install(Entry("asks", lambda: seen.append(list(attnreg.backends())) or plugin("asks", [backend("asked")])))
+    assert "asked" in attnreg.backends() and "sdpa" in seen[0]
+
+
+def test_a_thread_that_comes_while_plugins_load_waits_for_all_of_them(install, monkeypatch):
     begun, release, seen = threading.Event(), threading.Event(), []
     load_all = registry._load_all
 
@@ -36,20 +228,7 @@ def test_a_thread_that_comes_while_plugins_load_waits_for_all_of_them(empty, mon
     assert seen and {"sdpa", "reference"} <= seen[0]
 
 
-def test_a_plugin_that_asks_while_it_is_loaded_sees_what_is_there(empty, monkeypatch):
-    seen = []
-    load_all = registry._load_all
-
-    def curious():
-        load_all()
-        seen.append(set(attnreg.backends()))
-
-    monkeypatch.setattr(registry, "_load_all", curious)
-    registry.load()
-    assert {"sdpa", "reference"} <= seen[0]
-
-
-def test_a_load_that_failed_leaves_nothing_behind(empty, monkeypatch):
+def test_a_load_that_failed_leaves_nothing_behind(install, monkeypatch):
     load_all, fail = registry._load_all, [True]
 
     def once():
