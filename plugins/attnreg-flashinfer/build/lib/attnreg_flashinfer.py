@@ -1,0 +1,184 @@
+"""FlashInfer 0.7: batch prefill over segments, and decode over a paged cache (arXiv:2501.01005). Forward only, on CUDA.
+
+Its wrappers take a plan, made on the host from the segments' ends, and run it for as many layers as ask the same. Causality is aligned to
+the last key and `window_left` does not count the query itself, as here. The lse is to base 2, and the library's minus infinity is a number
+near -5e4, so rows that see nothing are known from the segments and set here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn.functional import pad
+
+from attnreg import EMULATED, NATIVE, AttentionCall, AttentionSpec, Backend, Capabilities, Dims, Feature, Reason, hookimpl, needs
+from attnreg.kernels.rows import rows_of
+from attnreg.kernels.varlen import padding_must_fit
+from attnreg.visibility import segments
+
+WORKSPACE = 128 * 2**20
+"""Bytes that the library asks for: one buffer for all wrappers of a stream."""
+MOST_PLANS = 16
+
+
+class Plan(NamedTuple):
+    """A wrapper that was given its plan, and what the plan was made of."""
+
+    wrapper: Any
+    sizes: tuple[int, ...]
+    sources: tuple[tuple[torch.Tensor, int], ...]
+    """Index tensors on the device, with their versions: the same objects, unchanged, need not be read again."""
+    numbers: tuple[torch.Tensor, ...]
+    """What they hold, on the host: the same numbers need no new plan."""
+
+
+_plans: dict[tuple, Plan] = {}
+_workspaces: dict[tuple, torch.Tensor] = {}
+
+
+def run_flashinfer(call: AttentionCall) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Maps the call to pages or segments, plans unless the last call of its kind asked the same, and runs."""
+    return _decode(call) if call.pages is not None else _prefill(call)
+
+
+def _prefill(call: AttentionCall) -> Any:
+    import flashinfer
+
+    packed, sizes = call.cu_seqlens is not None, (call.batch, call.query_length, call.key_length)
+    # With max_seqlens, rows_of reads no lengths on the host: the plan does, and only when it is made.
+    rows = rows_of(call.replaced(max_seqlens=sizes[1:]) if packed else call)
+    if rows.empty:
+        return rows.nothing(call)
+
+    def make(wrapper: Any, *ends: torch.Tensor) -> None:
+        ends = ends or [torch.arange(0, (call.batch + 1) * n, n) for n in sizes[1:]]
+        dims = (call.query_heads, call.key_heads, call.head_dim, call.value_dim)
+        wrapper.plan(*(cu.to(torch.int32) for cu in ends), *dims, causal=call.causal, **_options(call))
+
+    sources = call.cu_seqlens if packed else (rows.cu_query, rows.cu_key) if call.spec.padded else ()
+    plan = _planned(call, flashinfer.BatchPrefillWithRaggedKVCacheWrapper, {}, sizes, sources, make)
+    queries, keys = [int(cu[-1]) for cu in plan.numbers] or (rows.query.shape[0], rows.key.shape[0])
+    if not (queries and keys):
+        return rows.nothing(call)
+    rows = rows._replace(query=rows.query[:queries], key=rows.key[:keys], value=rows.value[:keys], real=None)
+    result = plan.wrapper.run(rows.query, rows.key, rows.value, return_lse=call.return_lse)
+    i = torch.arange(queries, device=call.device)
+    n = segments(rows.cu_query, i)
+    length = rows.cu_key[n + 1] - rows.cu_key[n]
+    output, lse = _repaired(result, length - (rows.cu_query[n + 1] - i) < 0 if call.causal else length == 0)
+    return rows.restored(output) if lse is None else (rows.restored(output), rows.restored_lse(lse))
+
+
+def _decode(call: AttentionCall) -> Any:
+    import flashinfer
+
+    pages, size = call.pages, call.pages.keys.shape[1]
+    lengths = call.key_lengths
+    lengths = torch.full((call.batch,), call.key_length, device=call.device) if lengths is None else lengths
+
+    def make(wrapper: Any, table: torch.Tensor, lengths: torch.Tensor) -> None:
+        used = lengths.clamp(min=1)  # an empty row reads one slot, as the library wants, and is set to zero after
+        counts = (used + size - 1) // size
+        indices = table[torch.arange(table.shape[1]) < counts[:, None]].clamp(min=0)
+        indexes = [t.to(torch.int32) for t in (pad(counts.cumsum(0), (1, 0)), indices, (used - 1) % size + 1)]
+        wrapper.plan(*indexes, call.query_heads, call.key_heads, call.head_dim, size, **_options(call))
+
+    # The kernel for tensor cores reads a key once for all query heads of its group.
+    options = {"use_tensor_cores": call.query_heads // call.key_heads > 2}
+    kind = flashinfer.BatchDecodeWithPagedKVCacheWrapper
+    plan = _planned(call, kind, options, (call.batch,), (pages.block_table, lengths), make)
+    result = plan.wrapper.run(call.query.squeeze(1), (pages.keys, pages.values), return_lse=call.return_lse)
+    output, lse = _repaired(result, lengths == 0)
+    return output.unsqueeze(1) if lse is None else (output.unsqueeze(1), lse.T.unsqueeze(2))
+
+
+def _options(call: AttentionCall) -> dict[str, Any]:
+    left = -1 if call.window is None or call.window[0] is None else call.window[0]
+    return {"window_left": left, "sm_scale": call.scale, "q_data_type": call.query.dtype, "kv_data_type": call.query.dtype}
+
+
+def _planned(call: AttentionCall, kind: type, options: dict, sizes: tuple[int, ...], sources: tuple, make: Callable[..., None]) -> Plan:
+    """The last plan of this kind if it was made of the same, else a new one, on the same wrapper where there is one."""
+    stream = torch.cuda.current_stream(call.device).cuda_stream if call.device.type == "cuda" else 0
+    dims = (call.query_heads, call.key_heads, call.head_dim, call.value_dim)
+    key = (kind, *options.values(), call.device, stream, *dims, call.causal, *_options(call).values())
+    # Taken out: a plan that fails half-way leaves nothing behind.
+    known = _plans.pop(key, None)
+    versions = tuple((tensor, tensor._version) for tensor in sources)
+    fits = known is not None and known.sizes == sizes and len(known.sources) == len(sources)
+    if fits and all(a is b and n == m for (a, n), (b, m) in zip(versions, known.sources)):
+        _plans[key] = known
+        return known
+    numbers = tuple(tensor.to("cpu", copy=True) for tensor in sources)
+    if not (fits and all(map(torch.equal, numbers, known.numbers))):
+        place = (call.device, stream)
+        if place not in _workspaces:
+            _workspaces[place] = torch.zeros(WORKSPACE, dtype=torch.uint8, device=call.device)
+        wrapper = known.wrapper if known else kind(_workspaces[place], "NHD", backend="fa2", **options)
+        make(wrapper, *numbers)
+        known = Plan(wrapper, sizes, versions, numbers)
+    while len(_plans) >= MOST_PLANS:
+        del _plans[next(iter(_plans))]
+    _plans[key] = known._replace(sources=versions)
+    return known
+
+
+def _repaired(result: Any, blind: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Zeros in rows that see nothing; and the lse, (T, Hq) to base 2, as (Hq, T) to base e with -inf there."""
+    output, lse = result if isinstance(result, tuple) else (result, None)
+    output = output.masked_fill(blind[:, None, None], 0.0)
+    return output, None if lse is None else (lse.T * math.log(2.0)).masked_fill(blind, float("-inf"))
+
+
+# ---------------------------------------------------------------------- the claims
+
+
+def _padding_must_fit(spec: AttentionSpec) -> Reason | None:
+    # The lengths of pages are read as they are: nothing is dropped.
+    return padding_must_fit(spec._replace(key_lengths=False) if spec.page_size else spec)
+
+
+def _window(spec: AttentionSpec) -> Reason | None:
+    if spec.window is not None and not spec.causal:
+        return Reason(Feature.WINDOW.value, "without causal", "limited on the left, with causal")
+    return None
+
+
+def _pages(spec: AttentionSpec) -> Reason | None:
+    masks = spec.query_mask or spec.query_lengths or spec.key_mask or spec.key_starts or spec.packed
+    if spec.page_size and (masks or not spec.single_query):
+        return Reason(Feature.PAGED.value, "with several queries, masks, starts or segments", "one query a row and key_lengths")
+    return None
+
+
+_GATHERED = EMULATED("gathers the real tokens and scatters the result")
+
+flashinfer = Backend(
+    name="flashinfer",
+    run=run_flashinfer,
+    capabilities=Capabilities(
+        features={
+            **dict.fromkeys((Feature.CAUSAL, Feature.UNEQUAL_LENGTHS, Feature.WINDOW, Feature.PACKED, Feature.PAGED), NATIVE),
+            **dict.fromkeys((Feature.SCALE, Feature.LSE, Feature.GROUPED_HEADS), NATIVE),
+            **dict.fromkeys((Feature.QUERY_MASK, Feature.KEY_MASK, Feature.QUERY_LENGTHS, Feature.KEY_STARTS), _GATHERED),
+            Feature.KEY_LENGTHS: lambda spec: NATIVE if spec.page_size else _GATHERED,
+        },
+        devices=("cuda",),
+        dtypes=(torch.float16, torch.bfloat16),
+        head_dim=Dims(only=(64, 128, 256)),
+        smallest_capability=(8, 0),
+        rules=(_padding_must_fit, _window, _pages),
+    ),
+    priority=-10,
+    missing=needs("flashinfer-python>=0.7.4,<0.8", remedy="pip install attnreg-flashinfer[flashinfer]"),
+    notes=lambda spec: ("plans on the host when segments, lengths or pages change; compiles its kernel when first used",),
+    packs=True,
+)
+
+
+@hookimpl
+def attnreg_backends() -> list[Backend]:
+    return [flashinfer]

@@ -1,0 +1,58 @@
+"""SageAttention 1.0.6: scores from int8 queries and keys, values in float16 (arXiv:2410.02367). Approximate, forward only."""
+
+from __future__ import annotations
+
+import torch
+
+from attnreg import NATIVE, AttentionCall, AttentionSpec, Backend, Capabilities, Dims, Feature, Reason, hookimpl, needs
+
+BOUND = 16.0
+"""Times the exact backends' allowed error, for normal keys and values and queries of up to 4 times that size.
+
+Queries and keys are int8 by blocks: an element is off by at most half a step of max|block| / 127, uniformly, which is a standard deviation
+of max|block| / (127 * sqrt(12)). With elements of deviation 4 and 1, blocks' largest elements 3.5 times that, and scale 1/sqrt(D), a score
+is then off by sqrt((4 * 3.5)^2 + (1 * 14)^2) / (127 * sqrt(12)) = 0.045 in standard deviation. Two keys that share a row's weight move the
+output by a quarter of the difference of their errors times that of their values: 0.25 * (5 * 0.045 * sqrt(2)) * 6 = 0.48 where both are
+extreme, and float16's allowed error is 8 * eps * max|value| = 0.03: 16 times. The package's kernels gave at most 4.7 times (`measure.py`).
+In bfloat16, whose allowed error is 8 times larger, the bound is as much laxer than the kernel.
+"""
+
+
+def run_sage(call: AttentionCall) -> torch.Tensor:
+    """Calls `sageattn` with the four arguments it honours; it swallows all others in silence."""
+    from sageattention import sageattn
+
+    query, value = (t if t.stride(-1) == 1 else t.contiguous() for t in (call.query, call.value))
+    # `sageattn` subtracts the mean of the keys from them in place.
+    key = call.key.clone(memory_format=torch.contiguous_format)
+    return sageattn(query, key, value, tensor_layout="NHD", is_causal=call.causal, sm_scale=call.scale)
+
+
+def _causal(spec: AttentionSpec) -> Reason | None:
+    """Without causality the kernel counts the slots between the last key and the next multiple of 64 as keys of score 0."""
+    if not spec.causal:
+        return Reason(Feature.CAUSAL.value, "no", "causal calls: else the kernel of 1.0.6 sees keys that are not there")
+    return None
+
+
+sage = Backend(
+    name="sage",
+    run=run_sage,
+    capabilities=Capabilities(
+        features={Feature.CAUSAL: NATIVE, Feature.SCALE: NATIVE, Feature.GROUPED_HEADS: NATIVE},
+        devices=("cuda",),
+        dtypes=(torch.float16, torch.bfloat16),
+        head_dim=Dims(only=(64, 96, 128)),
+        smallest_capability=(8, 0),
+        rules=(_causal,),
+        bound=BOUND,
+    ),
+    priority=60,
+    missing=needs("sageattention>=1.0.6,<2", remedy="pip install attnreg-sage[sage]"),
+    notes=lambda spec: ("copies the keys, which the library would change in place", "int8 scores, float16 values"),
+)
+
+
+@hookimpl
+def attnreg_backends() -> list[Backend]:
+    return [sage]
