@@ -181,10 +181,18 @@ def lse_is_detached(backend: Backend, plain_cases, tally: Tally) -> None:
             assert not lse.requires_grad, "lse requires a gradient, but lse_gradient is not claimed"
 
 
+def _taken(backend: Backend, cases: list[Case], **mode: bool) -> list[Case]:
+    """The cases that the backend's rules don't refuse in a mode; never none, where the mode is claimed."""
+    taken = [case for case in cases if not backend.reasons_against(checked(case).spec._replace(**mode))]
+    assert taken, f"claims {', '.join(mode)}, but refuses every plain call"
+    return taken
+
+
 def compiles(backend: Backend, plain_cases, compiler: str, tally: Tally) -> None:
     """torch.compile(fullgraph=True) takes the call whole, and gives the same numbers."""
     with present(backend):
-        for case in plain_cases(declared=False)[:3] + plain_cases(declared=False)[3:] * (compiler != "eager"):
+        cases = _taken(backend, plain_cases(declared=False), compiling=True)
+        for case in cases if compiler != "eager" else cases[:3]:
             torch._dynamo.reset()
             given = values(case)
             arguments, _ = arrange(case, given)
@@ -201,7 +209,7 @@ def _attend_named(tensors: dict, rest: dict, name: str):
 
 def captures(backend: Backend, plain_cases, tally: Tally) -> None:
     """A CUDA graph of the call, replayed on other numbers, gives what the call gives."""
-    for case in plain_cases():
+    for case in _taken(backend, plain_cases(), capturing=True):
         first, second = values(case), values(case.replace(seed=case.seed + 1))
         second = second._replace(options=first.options)
         arguments, _ = arrange(case, first)
