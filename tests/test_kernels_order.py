@@ -13,8 +13,8 @@ ONE = {"equal_lengths": False, "single_query": True, "sizes": (1, 1, 4096)}
 KINDS = {
     "short": {"sizes": (2, 1024, 1024)},
     "long": {},
-    "one query": ONE,
-    "one query of few rows, lengths": {**ONE, "key_lengths": True},
+    "one query of few rows": ONE,
+    "one query": {**ONE, "sizes": (16, 1, 4096), "key_mask": "left"},
     "one query, lengths": {**ONE, "key_lengths": True, "sizes": (16, 1, 4096)},
     "one query, window": {**ONE, "window": (True, False)},
     "one query, softcap": {**ONE, "softcap": True},
@@ -44,6 +44,12 @@ def test_ranks_follow_the_line_and_stay_above_the_fallbacks():
         ranks = [backends[backend].rank(spec) for backend in ORDER[name].split()]
         assert ranks == sorted(ranks, reverse=True) and len(set(ranks)) == len(ranks)
         assert min(ranks) > max(b.rank(spec) for b in backends.values() if b.name not in ORDER[name].split())
+
+
+def test_keys_that_grow_do_not_go_to_cudnn():
+    growing = PREFILL._replace(**ONE)
+    ranks = {name: backend.rank(growing) for name, backend in attnreg.backends().items()}
+    assert ranks["cudnn"] < ranks["flash2"]
 
 
 def test_unknown_lengths_are_taken_for_short():

@@ -36,15 +36,15 @@ INSTALL = "pip install flash-attn --no-build-isolation"
 class _Found:
     """Looked for once, when the claims or the reason missing are asked for; never under the compiler's eyes."""
 
-    library: Library | Reason | None = None
+    where: Library | Reason | None = None
     kernels: Kernels | None = None
 
 
 def library() -> Library | Reason:
-    if _Found.library is None:
-        _Found.library = find(["flash-attn"], ["flash_attn.flash_attn_interface"], INSTALL, oldest="2.1")
+    if _Found.where is None:
+        _Found.where = find(["flash-attn"], ["flash_attn.flash_attn_interface"], INSTALL, oldest="2.1")
         _Found.kernels = kernels(_version())
-    return _Found.library
+    return _Found.where
 
 
 def _version() -> str:

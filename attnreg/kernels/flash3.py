@@ -36,16 +36,16 @@ _INTERFACES = ("flash_attn_interface", "flash_attn_3.flash_attn_interface", "fa3
 class _Found:
     """Looked for once, when the claims or the reason missing are asked for."""
 
-    library: Library | Reason | None = None
+    where: Library | Reason | None = None
     flags: Mapping[str, bool] | None = None
 
 
 def library() -> Library | Reason:
-    if _Found.library is None:
-        _Found.library = find(["flash-attn-3", "flashattn-hopper", "fa3-fwd"], _INTERFACES, INSTALL)
-        if isinstance(_Found.library, Library):
-            _Found.flags = _build_flags(_Found.library.module.__name__)
-    return _Found.library
+    if _Found.where is None:
+        _Found.where = find(["flash-attn-3", "flashattn-hopper", "fa3-fwd"], _INTERFACES, INSTALL)
+        if isinstance(_Found.where, Library):
+            _Found.flags = _build_flags(_Found.where.module.__name__)
+    return _Found.where
 
 
 def _build_flags(interface: str) -> Mapping[str, bool]:

@@ -44,14 +44,14 @@ NEEDED = {
 class _Found:
     """Looked for once, when the claims or the reason missing are asked for."""
 
-    library: Library | Reason | None = None
+    where: Library | Reason | None = None
 
 
 def library() -> Library | Reason:
-    if _Found.library is None:
+    if _Found.where is None:
         found = without_parent(find(["flash-attn-4"], ["flash_attn.cute"], INSTALL), "flash_attn.cute")
-        _Found.library = _fitting(found) if isinstance(found, Library) else found
-    return _Found.library
+        _Found.where = _fitting(found) if isinstance(found, Library) else found
+    return _Found.where
 
 
 def _fitting(found: Library) -> Library | Reason:

@@ -181,6 +181,13 @@ def _learned_bias_on_cuda(spec: AttentionSpec) -> Reason | None:
     return None
 
 
+def _no_packed_gradients(spec: AttentionSpec) -> Reason | None:
+    """Seen on an H200 with torch 2.11: the backward kernel of packed rows does not compile (triton: rank mismatch)."""
+    if spec.device == "cuda" and spec.packed and spec.gradients:
+        return Reason(Feature.BACKWARD.value, "through packed rows on CUDA", "forward only there", "flash2 and varlen give it")
+    return None
+
+
 def _no_compiler(spec: AttentionSpec) -> Reason | None:
     if spec.device == "cpu" and not (os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")):
         return Reason("missing", "a C++ compiler", "none found", "install g++, or name one in CXX")
@@ -243,7 +250,15 @@ flex = Backend(
         head_dim=Dims(largest=256),
         value_dim=Dims(largest=256),
         smallest_capability=(8, 0),
-        rules=(rows_fit, _forward_only_on_a_cpu, _no_lse_on_a_cpu, _not_inside_a_compiled_cpu_region, _learned_bias_on_cuda, _no_compiler),
+        rules=(
+            rows_fit,
+            _no_packed_gradients,
+            _forward_only_on_a_cpu,
+            _no_lse_on_a_cpu,
+            _not_inside_a_compiled_cpu_region,
+            _learned_bias_on_cuda,
+            _no_compiler,
+        ),
     ),
     priority=_priority,
     layout="bhsd",

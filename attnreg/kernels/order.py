@@ -1,6 +1,8 @@
 """The automatic order on CUDA, as measured on an H200 (docs/order.md, made by benchmarks/order.py): for each kind of call, fastest first.
 
 A backend's rank is its place in the line of the call's kind. Those of other cards are taken to be alike until somebody measures them.
+One thing the table of repeated calls does not show: cuDNN makes a plan for every new shape, which takes tens of milliseconds, and keys that
+grow by one a step are a new shape each. So a lone query goes to cuDNN only where lengths stand beside a buffer of one size.
 """
 
 from __future__ import annotations
@@ -11,8 +13,8 @@ from collections.abc import Callable
 from ..spec import AttentionSpec
 
 ORDER = {
-    "one query": "cudnn flash3 flash2 flash4 xformers sdpa varlen flex",
-    "one query of few rows, lengths": "flash3 flash2 flash4 cudnn sdpa xformers varlen flex",
+    "one query of few rows": "flash3 flash2 flash4 xformers cudnn sdpa varlen flex",
+    "one query": "flash4 flash3 flash2 xformers cudnn sdpa varlen flex",
     "one query, lengths": "flash4 flash3 cudnn flash2 sdpa xformers varlen flex",
     "one query, window": "flash4 flash3 flash2 xformers varlen sdpa cudnn flex",
     "one query, softcap": "flash3 flash2 flash4 flex",
@@ -47,9 +49,9 @@ def kind(spec: AttentionSpec) -> str:
     if spec.single_query:
         if spec.window:
             return "one query, window"
-        if not (spec.key_lengths or spec.key_starts or spec.key_mask or spec.page_size):
-            return "one query"
-        return "one query, lengths" if batch * spec.key_heads >= ROWS or keys <= SHORT else "one query of few rows, lengths"
+        if batch * spec.key_heads < ROWS and keys > SHORT:
+            return "one query of few rows"
+        return "one query, lengths" if spec.key_lengths else "one query"
     if spec.padded or spec.page_size:
         # Forward, flash-attn 2 reads left padding in place.
         return "left padded" if spec.key_mask == "left" and not spec.gradients else "padded"
