@@ -31,6 +31,7 @@ class _Last(threading.local):
 
 _last = _Last()
 # Bound once: each look-up of a name in a module costs the repeated call a tenth of a microsecond.
+_new_call = AttentionCall.__new__
 _tracing = torch.compiler.is_dynamo_compiling
 _current_scope = policy.current_scope.get
 _grad_enabled = torch.is_grad_enabled
@@ -128,50 +129,61 @@ def attention(
         or sinks is not None
     ):
         options = plans.optional(query_mask, key_mask, mask, bias, alibi_slopes, sinks)
-    remembered, signature, plan, step = plans.by_signature, None, None, None
+    remembered, asked, plan, step = plans.by_signature, None, None, None
     if cu_seqlens is None and key_lengths is None and query_lengths is None and key_starts is None and (cache is None or options is None):
         try:
-            signature = (
-                query.shape, key.shape, causal, window, softcap, scale, dropout_p, finite_padding, layout, n_heads, n_kv_heads, return_lse,
-                max_seqlens, backend, layer, deterministic, _deterministic(), _grad_enabled(), scope,
-                query.is_cuda and on_device(query, key, value), cache and type(cache),
-                options and tuple(map(signature_of, options.values())),
+            asked = (
+                causal, window, softcap, scale, dropout_p, finite_padding, layout, n_heads, n_kv_heads, return_lse, max_seqlens, backend,
+                layer, deterministic, _deterministic(), _grad_enabled(), scope, query.is_cuda and on_device(query, key, value),
+                cache and type(cache), options and tuple(map(signature_of, options.values())),
             )  # fmt: skip
-            for known in remembered.get(signature, ()):
-                if known.fits(query, key, value):
-                    if cache is not None:
-                        new = (key, value) if layout == "bshd" else (key.transpose(1, 2), value.transpose(1, 2))
-                        step = step or cache.prepare(*new, None, window, None)
-                        if known.step != step_facts(step, query.shape[1 if layout == "bshd" else 2]):
-                            continue
-                    plan = known
-                    break
+            # The layers of a model repeat one call, which is found by comparing alone.
+            plan = remembered.get(plans.LATEST)
+            if plan is None or cache is not None or plan.asked != asked or not plan.fits(query, key, value):
+                plan = None
+                for known in remembered.get((asked, query.shape, key.shape), ()):
+                    if known.fits(query, key, value):
+                        if cache is not None:
+                            new = (key, value) if layout == "bshd" else (key.transpose(1, 2), value.transpose(1, 2))
+                            step = step or cache.prepare(*new, None, window, None)
+                            if known.step != step_facts(step, query.shape[1 if layout == "bshd" else 2]):
+                                continue
+                        plan = remembered[plans.LATEST] = known
+                        break
         except (AttributeError, TypeError, RuntimeError):  # not tensors, or not hashable: the checks below say what is wrong, or take it
-            signature = None
+            asked = plan = None
     if plan is None:
         if arrays.foreign(query):
             return arrays.attend(attention, _arguments(locals()))
         call = _checked(locals())
         selection = choose(call, backend, layer, scope)
-        if signature is not None and call.repeatable:
+        if asked is not None and call.repeatable:
             if options is not None:  # paddings may be known by now
                 options = plans.optional(query_mask, key_mask, mask, bias, alibi_slopes, sinks)
-                signature = (*signature[:-1], tuple(map(signature_of, options.values())))
-            plans.remember(remembered, signature, query, key, value, call, selection)
+                asked = (*asked[:-1], tuple(map(signature_of, options.values())))
+            plans.remember(remembered, asked, query, key, value, call, selection)
         _last.selection = selection
         function = run if cache is None else run_appending
         return function(call, selection.chosen, selection.run)
-    call = AttentionCall.__new__(AttentionCall)
-    state = call.__dict__
-    state.update(plan.template)
-    state["query"], state["key"], state["value"] = query, key, value
+    # Set one by one, since Python keeps such attributes without a dictionary.
+    call = _new_call(AttentionCall)
+    call.query, call.key, call.value = query, key, value
+    call.layout, call.causal, call.scale, call._spec = layout, causal, plan.scale, plan.spec
+    if plan.template:
+        call.__dict__.update(plan.template)
     if options is not None:
-        state.update(options)
+        call.__dict__.update(options)
     _last.selection = plan.selection
     if step is not None:
         call.see(cache, step)
         return run_appending(call, plan.selection.chosen, plan.selection.run)
-    return plan.run(call) if plan.run else run(call, plan.selection.chosen, plan.selection.run)
+    if plan.run is None:
+        return run(call, plan.selection.chosen, plan.selection.run)
+    if plan.layout == layout:
+        return plan.run(call)
+    call.query, call.key, call.value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+    call.layout = plan.layout
+    return plan.run(call).transpose(1, 2)
 
 
 def _arguments(names: dict[str, Any]) -> dict[str, Any]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -14,22 +15,35 @@ from .cache.protocol import Step
 from .call import AttentionCall
 from .select import Selection
 from .selections import LIMIT
+from .spec import AttentionSpec
 
 
-class Plan(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Plan:
     """What a repeated call needs: the checked call less its tensors, and what to run."""
 
+    asked: tuple
+    """Everything that was given besides query, key and value."""
     fits: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], bool]
     """Whether query, key and value are as they were: sizes, strides, dtype, device, gradients, autocast."""
+    scale: float
+    spec: AttentionSpec
     template: dict[str, Any]
+    """The call's other attributes that are not neutral."""
     selection: Selection
     run: Callable[[AttentionCall], Output] | None
-    """The backend's function, where the result needs no change of layout or shape; else None."""
+    """The backend's function, where the result needs no change but of the layout; else None."""
+    layout: str
+    """The layout in which it takes the call."""
     step: tuple | None = None
     """With a cache: the facts of its step, `step_facts`."""
 
 
-by_signature: dict[tuple, list[Plan]] = {}
+LATEST = ()
+"""The key under which the plan that served last stands alone."""
+
+by_signature: dict[tuple, Any] = {}
+"""Plans by what was asked and by shapes, in lists; and the latest."""
 
 
 def optional(
@@ -79,8 +93,8 @@ def step_facts(step: Step, query_length: int) -> tuple:
 
 
 def remember(
-    plans: dict[tuple, list[Plan]],
-    signature: tuple,
+    plans: dict[tuple, Any],
+    asked: tuple,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -88,21 +102,21 @@ def remember(
     selection: Selection,
 ) -> None:
     """Makes the plan of a call. `plans`: `by_signature` as it was before the choice."""
-    of_step = ("cache", "step", "pages", "lengths_given")
+    apart = ("layout", "causal", "scale", "_spec", "cache", "step", "pages", "lengths_given")
     template = {
-        name: value
-        for name, value in call.__dict__.items()
-        if not isinstance(value, (torch.Tensor, packing.Padding))
-        and value is not getattr(AttentionCall, name, signature)
-        and name not in of_step
+        name: given
+        for name, given in call.__dict__.items()
+        if not isinstance(given, (torch.Tensor, packing.Padding)) and name not in apart and given is not getattr(AttentionCall, name, plans)
     }
-    as_it_is = call.layout == selection.chosen.layout and not call.return_lse and not selection.spec.zero_size
+    function = None if call.return_lse or selection.spec.zero_size else selection.run
     facts = None if call.step is None else step_facts(call.step, call.query_length)
-    plan = Plan(_fits(query, key, value), template, selection, selection.run if as_it_is else None, facts)
+    plan = Plan(asked, _fits(query, key, value), call.scale, selection.spec, template, selection, function, selection.chosen.layout, facts)
     if len(plans) >= LIMIT:
         plans.clear()
     # A few of one signature may differ in strides or in who needs a gradient; the latest comes first.
+    signature = (asked, query.shape, key.shape)
     plans[signature] = [plan, *plans.get(signature, ())[:3]]
+    plans[LATEST] = plan
 
 
 def _fits(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], bool]:
