@@ -15,3 +15,15 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.get_closest_marker("thorough"):
             item.add_marker(pytest.mark.skip(reason="one more of a kind that another test shows; ATTNREG_THOROUGH=1 runs it"))
+
+
+@pytest.fixture(autouse=True)
+def policy_as_it_was():
+    """No test leaves a policy behind for the next."""
+    yield
+    import attnreg
+
+    if attnreg.policy.process.order is not None or attnreg.policy.process.layers:
+        attnreg.use(None)
+        for pattern in list(attnreg.policy.process.layers):
+            attnreg.use(None, layers=pattern)

@@ -364,7 +364,7 @@ def test_tensors_that_could_need_a_gradient_are_taken_under_no_grad():
 
 def test_a_cpu_takes_it_only_when_asked_and_cuda_ranks_it_behind_the_fused_kernels():
     spec = AttentionCall(*make(1, 3, 3)).spec
-    assert flex.rank(spec) < 0 and flex.rank(spec._replace(device="cuda")) == 30
+    assert flex.rank(spec) < 0 and flex.rank(spec._replace(device="cuda")) > 0
     cuda = spec._replace(device="cuda", capability=(9, 0), dtype=torch.bfloat16, head_dim=8, value_dim=8)
     assert any("pads head dims below 16" in note for note in flex.notes(cuda))
 

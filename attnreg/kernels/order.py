@@ -64,6 +64,8 @@ def kind(spec: AttentionSpec) -> str:
 
 def _rank(name: str, spec: AttentionSpec) -> int:
     line = ORDER[kind(spec)].split()
+    if name == "cudnn" and spec.capability is not None and spec.capability[0] not in (9, 10):
+        return 5  # as torch has it: cuDNN's attention is fast from Hopper on
     return 90 - 10 * line.index(name) if name in line else 0
 
 
