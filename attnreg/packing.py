@@ -6,11 +6,11 @@ the host; `Padding` carries it from the place where it is known, the tokenizer's
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from . import visibility
 
@@ -51,6 +51,7 @@ class Padding:
         self.host_lengths = host_lengths
         self.fits: dict = {}
         self._packed: Packed | None = None
+        self._bounds: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @classmethod
     def from_lengths(
@@ -95,10 +96,11 @@ class Padding:
         # One copy for everything that the host wants to know.
         is_right, is_left, *host = torch.cat([right[None].int(), left[None].int(), lengths]).tolist()
         form = "right" if is_right else "left" if is_left else "any"
-        # The entry must not keep its own key alive: the padding holds an alias of the mask, not the tensor object itself.
+        # The padding holds an alias of the mask, so that what is remembered does not keep the tensor alive.
         padding = cls(mask.detach(), form, lengths, tuple(host))
-        if not mask.is_inference():
-            _examined[mask] = (mask._version, padding)
+        if not mask.is_inference():  # such tensors count no versions, so a change in place could not be seen: looked at every time
+            number = id(mask)
+            _examined[number] = (weakref.ref(mask, lambda _: _examined.pop(number, None)), mask._version, padding)
         return padding
 
     @property
@@ -120,22 +122,32 @@ class Padding:
             self._packed = Packed(indices, cu, longest)
         return self._packed
 
+    @property
+    def bounds(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The slots where each row's real tokens start and end, (B,) int32 each; computed once. For the forms "left" and "right"."""
+        if self._bounds is None:
+            size, lengths = self.mask.shape[1], self.lengths.to(torch.int32)
+            if self.form == "left":
+                self._bounds = size - lengths, torch.full_like(lengths, size)
+            else:
+                self._bounds = torch.zeros_like(lengths), lengths
+        return self._bounds
+
     def __repr__(self) -> str:
         return f"Padding(form={self.form!r}, shape={tuple(self.shape)}, lengths={self.host_lengths or 'on ' + str(self.mask.device)})"
 
 
-_examined = WeakTensorKeyDictionary()
+_examined: dict[int, tuple[weakref.ref[torch.Tensor], int, Padding]] = {}
+"""What was found in mask tensors, by their ids. A reference tells the tensor from a later one of the same id; torch's own dictionary with
+weak keys takes five times as long, once a layer."""
 
 
 def known(mask: Any) -> Padding | None:
     """What is known of a padding mask without looking at it: a declared form, or what was found in this tensor before."""
     if isinstance(mask, Padding):
         return mask
-    # Tensors made under inference_mode count no versions, so an in-place change could not be seen: those are looked at every time.
-    if not _examined or not isinstance(mask, torch.Tensor) or mask.is_inference():
-        return None
-    found = _examined.get(mask)
-    return found[1] if found is not None and found[0] == mask._version else None
+    found = _examined.get(id(mask))
+    return found[2] if found is not None and found[0]() is mask and found[1] == mask._version else None
 
 
 def pack(tensor: torch.Tensor, packed: Packed) -> torch.Tensor:

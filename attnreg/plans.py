@@ -14,7 +14,6 @@ from .backend import Output
 from .cache.protocol import Step
 from .call import AttentionCall
 from .select import Selection
-from .selections import LIMIT
 from .spec import AttentionSpec
 
 
@@ -38,6 +37,9 @@ class Plan:
     step: tuple | None = None
     """With a cache: the facts of its step, `step_facts`."""
 
+
+LIMIT = 512
+"""How many signatures are remembered before all are forgotten. A growing cache leaves one behind at each step."""
 
 LATEST = ()
 """The key under which the plan that served last stands alone."""

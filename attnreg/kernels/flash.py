@@ -125,12 +125,10 @@ def _eight(size: int) -> int:
 
 def _extent(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Where each row's keys end and, if not at slot 0, start: (B,) int32."""
-    lengths, starts = call.key_lengths, call.key_starts
     if call.key_mask is not None:
-        if call.key_padding.form == "right":
-            lengths = call.key_padding.lengths
-        else:
-            starts = call.key_length - call.key_padding.lengths
+        starts, ends = call.key_padding.bounds
+        return ends, starts if call.key_padding.form == "left" else None
+    lengths, starts = call.key_lengths, call.key_starts
     if lengths is None:
         lengths = torch.full((call.batch,), call.key_length, dtype=torch.int32, device=call.device)
     return lengths.to(torch.int32), None if starts is None else torch.minimum(starts, lengths).to(torch.int32)
