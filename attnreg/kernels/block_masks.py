@@ -42,6 +42,11 @@ class Pairs(NamedTuple):
     key_segments: torch.Tensor | None = None
     mask: torch.Tensor | None = None
 
+    @property
+    def see_all(self) -> bool:
+        """Whether every query sees every key. Asked part by part: torch 2.11's compiler can't compare tuples that hold tensors."""
+        return not self.causal and all(part is None for part in (self.left, self.right, self.keys, self.query_segments, self.mask))
+
     def slot(self, b: torch.Tensor, i: torch.Tensor) -> torch.Tensor:
         if self.places is not None:
             return self.places[i]
@@ -58,9 +63,10 @@ def number(value: float, dtype: torch.dtype, device: torch.device) -> torch.Tens
     return torch.full((), value, dtype=dtype, device=device)
 
 
-def element(tensor: torch.Tensor, *index: torch.Tensor) -> torch.Tensor:
-    """tensor[index], where dimensions of size 1 stand for every index."""
-    return tensor[tuple(0 if n == 1 else at for n, at in zip(tensor.shape, index))]
+def element(tensor: torch.Tensor, *index: torch.Tensor, own: int = 0) -> torch.Tensor:
+    """tensor[index], where dimensions of size 1 stand for every index, but for the last `own` ones."""
+    shared = len(index) - own
+    return tensor[tuple(0 if n == 1 and dim < shared else at for dim, (n, at) in enumerate(zip(tensor.shape, index)))]
 
 
 def placed(call: AttentionCall) -> dict[str, torch.Tensor]:
@@ -125,7 +131,7 @@ def block_mask(call: AttentionCall) -> Any:
     from torch.nn.attention.flex_attention import BlockMask
 
     pair = pairs(call)
-    if pair == Pairs():
+    if pair.see_all:
         return None
     some, every = _blocks(call, pair)
     return BlockMask.from_kv_blocks(

@@ -78,11 +78,13 @@ def score_change(call: AttentionCall, queries: torch.Tensor | None) -> Callable 
     slopes, bias = call.alibi_slopes, call.bias
     queries = None if spec.finite_padding else queries
     pair = Pairs(**placed(call)) if slopes is not None else Pairs()
-    if bias is not None and ("bias" in spec.gradients or bias.dtype == torch.float64):
-        # Gradients of a broadcast bias add up element by element, which half precision would spoil.
-        bias = bias.float()
-    if bias is not None and "bias" not in spec.gradients:
-        bias = bias.detach()
+    learned = "bias" in spec.gradients
+    if learned:
+        # Gradients of a broadcast bias add up element by element, which half precision would spoil. Each query and key reads one of its own:
+        # torch 2.11's compiler can't write the gradient of what a whole row or column of a tile shares.
+        bias = bias.float().expand(-1, -1, call.query_length, call.key_length)
+    elif bias is not None:
+        bias = bias.detach().float() if bias.dtype == torch.float64 else bias.detach()
     if slopes is not None:
         slopes = slopes.detach().float()
     if scale is None and softcap is None and slopes is None and bias is None:
@@ -97,7 +99,7 @@ def score_change(call: AttentionCall, queries: torch.Tensor | None) -> Callable 
             slope = slopes[h] if slopes.dim() == 1 else slopes[b, h]
             score = score - slope * (pair.slot(b, i) - j).abs()
         if bias is not None:
-            added = element(bias, b, h, i, j)
+            added = element(bias, b, h, i, j, own=2 if learned else 0)
             score = score + (added if queries is None else torch.where(element(queries, b, i), added, 0.0))
         return score
 
@@ -181,13 +183,6 @@ def _learned_bias_on_cuda(spec: AttentionSpec) -> Reason | None:
     return None
 
 
-def _no_packed_gradients(spec: AttentionSpec) -> Reason | None:
-    """Seen on an H200 with torch 2.11: the backward kernel of packed rows does not compile (triton: rank mismatch)."""
-    if spec.device == "cuda" and spec.packed and spec.gradients:
-        return Reason(Feature.BACKWARD.value, "through packed rows on CUDA", "forward only there", "flash2 and varlen give it")
-    return None
-
-
 def _no_compiler(spec: AttentionSpec) -> Reason | None:
     if spec.device == "cpu" and not (os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")):
         return Reason("missing", "a C++ compiler", "none found", "install g++, or name one in CXX")
@@ -252,7 +247,6 @@ flex = Backend(
         smallest_capability=(8, 0),
         rules=(
             rows_fit,
-            _no_packed_gradients,
             _forward_only_on_a_cpu,
             _no_lse_on_a_cpu,
             _not_inside_a_compiled_cpu_region,
