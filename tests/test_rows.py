@@ -105,7 +105,7 @@ def test_slopes_of_each_row_reach_its_run():
     assert found.by_segment(torch.ones(3, 1)).shape[0] == found.cu_query.shape[0] - 1
 
 
-def test_one_padding_is_marked_once_for_all_layers_and_its_tensors_die_with_it():
+def test_one_padding_is_marked_once_for_all_layers():
     padding, other = left(2, 5, 6), left(6, 5, 6)
     made = [rows.runs_of(AttentionCall(*tensors(), key_mask=padding, query_mask=padding)) for _ in range(2)]
     assert made[0].cu_query is made[1].cu_query
@@ -192,16 +192,24 @@ def test_training_on_little_gathers_and_adds_up_nothing():
     assert "index_select" not in counted.names
 
 
-def test_marks_are_traced_without_a_look_at_the_device():
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_marks_are_traced_without_a_look_at_the_device(dynamic):
     padding = left(3, 6, 2)
 
-    def marks(query, key, value, lengths):
-        call = AttentionCall(query, key, value, key_mask=padding, query_lengths=lengths)
+    def marks(query, key, value, mask, lengths):
+        declared = Padding(mask, "left")
+        call = AttentionCall(
+            query, key, value, key_mask=declared, query_mask=None if lengths is not None else declared, query_lengths=lengths
+        )
         assert rows.lies_in_runs(call.spec)
         found = rows.runs_of(call)
+        assert not declared.runs, "a traced call leaves nothing behind"
         return found.query, found.cu_query, found.cu_key
 
-    call, lengths = tensors(), torch.tensor([1, 2, 6])
-    traced = torch.compile(marks, fullgraph=True, backend="eager")(*call, lengths)
-    for ours, expected in zip(traced, marks(*call, lengths)):
-        assert torch.equal(ours, expected)
+    for lengths in (None, torch.tensor([1, 2, 6])):
+        torch._dynamo.reset()
+        traced = torch.compile(marks, fullgraph=True, backend="aot_eager", dynamic=dynamic)(*tensors(), padding.mask, lengths)
+        call = AttentionCall(*tensors(), key_mask=padding, query_mask=padding if lengths is None else None, query_lengths=lengths)
+        expected = rows.runs_of(call)
+        for ours, name in zip(traced, ("query", "cu_query", "cu_key")):
+            assert torch.equal(ours, getattr(expected, name))

@@ -199,7 +199,8 @@ def cu_seqlens_of_runs(
         first = torch.arange(batch, dtype=torch.int32, device=device) * size
         sides.append(((first + start).int(), (first + end).int(), batch * size))
     (q, q_end, q_total), (k, k_end, k_total) = sides
-    if all(any(isinstance(bound, torch.Tensor) for bound in side) for side in (queries, keys)):
+    padded = [isinstance(start, torch.Tensor) or isinstance(end, torch.Tensor) for start, end in (queries, keys)]
+    if all(padded):
         cu_query = pad(pad(torch.stack([q, q, q_end], 1).flatten(), (1, 0)), (0, 2), value=q_total)
         cu_key = pad(pad(torch.stack([k, k_end, k_end], 1).flatten(), (2, 0)), (0, 1), value=k_total)
         return cu_query, cu_key, 3
