@@ -95,6 +95,8 @@ def test_what_is_not_known_to_lie_in_runs_does_not():
     hole = torch.tensor([[True, False, True, True, True, True]] * 3)
     assert not lies() and not lies(key_mask=hole) and not lies(key_mask=Padding.from_mask(hole))
     assert not lies(key_mask=left(1, 2, 3), key_lengths=[4, 5, 6]) and not lies(query_mask=right(1, 2, 3), query_lengths=[4, 5, 6])
+    many = AttentionCall(*tensors(), key_mask=left(1, 2, 3)).spec._replace(sizes=(32768, 8, 8))
+    assert not rows.lies_in_runs(many) and rows.lies_in_runs(many._replace(sizes=(16384, 8, 8))), "a launch takes 65535 segments"
     assert lies(key_mask=left(1, 2, 3), query_lengths=[4, 5, 6]) and lies(query_mask=left(1, 2, 3))
 
 

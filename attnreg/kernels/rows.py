@@ -22,6 +22,9 @@ FEW_REAL = 0.25
 key and value gradients for each query head) is about what gathering costs on a real one, and zeros are written all the same. An estimate:
 benchmarks/direct.py measures both."""
 
+MOST_SEGMENTS = 65535
+"""As many as one launch takes."""
+
 
 class Rows(NamedTuple):
     """Queries, keys and values as segments. With a paged cache `key` and `value` are its pages."""
@@ -121,6 +124,8 @@ def rows_of(call: AttentionCall) -> Rows:
 def lies_in_runs(spec: AttentionSpec) -> bool:
     """Whether a padded call is known to have its real queries, and its real keys, in one run of slots in each row."""
     if not spec.padded or spec.packed or spec.page_size:
+        return False
+    if spec.sizes is not None and 3 * spec.sizes[0] + 2 > MOST_SEGMENTS:
         return False
     if (spec.key_mask and (spec.key_lengths or spec.key_starts)) or (spec.query_mask and spec.query_lengths):
         return False
