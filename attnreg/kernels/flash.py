@@ -18,7 +18,7 @@ from ..call import AttentionCall
 from ..capabilities import Reason
 from ..spec import AttentionSpec, Feature
 from ..visibility import real_queries
-from .rows import lies_in_runs, rows_of, runs_of
+from .rows import lies_in_runs, notes_of_runs, rows_of, runs_of
 
 NEGATIVE_INFINITY = float("-inf")
 Result = tuple[torch.Tensor, "torch.Tensor | None"]
@@ -231,7 +231,7 @@ def notes_for(spec: AttentionSpec, kernels: Kernels) -> Sequence[str]:
     way = way_for(spec, kernels)
     notes = [f"{way} keys" if way == "cached" else way, *head_dim_notes(spec)]
     if way == "runs":
-        notes.append("padding stays where it is, as segments without keys or without queries, which the kernel fills with zeros")
+        notes += notes_of_runs(spec)
     if way == "gathered":
         known = "known to fit packing" if spec.padding_fits_packing else "without distances"
         notes.append(

@@ -132,6 +132,13 @@ def lies_in_runs(spec: AttentionSpec) -> bool:
     return "any" not in (spec.key_mask, spec.query_mask)
 
 
+def notes_of_runs(spec: AttentionSpec) -> list[str]:
+    notes = ["padding stays where it is, as segments without keys or without queries, which the kernel fills with zeros"]
+    if spec.gradients:
+        notes.append(f"gathers the real tokens after all where the host knows that they are less than {FEW_REAL:.0%}")
+    return notes
+
+
 def runs_of(call: AttentionCall) -> Rows:
     """The call's rows as they lie, without a copy (but see `FEW_REAL`); its layout is (B, S, H, D), and `lies_in_runs` holds for its spec.
 

@@ -20,7 +20,7 @@ from ..call import AttentionCall
 from ..capabilities import NATIVE, Capabilities, Dims, Reason
 from ..spec import AttentionSpec, Feature
 from .order import rank_of
-from .rows import lies_in_runs, rows_of, runs_of
+from .rows import lies_in_runs, notes_of_runs, rows_of, runs_of
 from .sdpa import flash_lacks_memory, no_early_window, rows_fit
 
 NEGATIVE_INFINITY = float("-inf")
@@ -223,7 +223,7 @@ def claims_of(kernel: Kernel | None) -> Capabilities:
 def _notes(spec: AttentionSpec) -> Sequence[str]:
     notes = ["torch's varlen_attn"]
     if lies_in_runs(spec):
-        notes.append("padding stays where it is, as segments without keys or without queries, which the kernel fills with zeros")
+        notes += notes_of_runs(spec)
     elif spec.padded and not spec.packed and not spec.page_size:
         notes.append("drops padding, which is known to change nothing: gathers the real tokens, and scatters the result")
         if spec.key_lengths or spec.query_lengths or spec.key_starts:
