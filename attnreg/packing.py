@@ -50,6 +50,7 @@ class Padding:
         self.lengths = mask.sum(1, dtype=torch.int32) if lengths is None else lengths
         self.host_lengths = host_lengths
         self.fits: dict = {}
+        self.runs: dict = {}
         self._packed: Packed | None = None
         self._bounds: tuple[torch.Tensor, torch.Tensor] | None = None
 

@@ -1,8 +1,9 @@
-"""attnreg against the same kernel called by hand, on a CUDA card: prefill, training, decode, and left-padded prefill.
+"""attnreg against the same kernel called by hand, on a CUDA card: prefill, training, decode, and padded rows.
 
-    python benchmarks/direct.py [--out FOLDER]
+    python benchmarks/direct.py [--out FOLDER] [--only left_padded padded_training real_tokens decode dense]
 
-Writes direct.json and direct.md. The padded rows compare with flash-attn 2 on input that is packed already, and with the dense-mask way.
+Writes direct.json and direct.md. The padded rows compare with flash-attn 2 on input that is packed already, and with the dense-mask way;
+`real_tokens` compares training on padding that stays in place with training that gathers, by how much is real, for `rows.FEW_REAL`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch.nn.functional as F
 from timing import interleaved, warmed
 
 import attnreg
+from attnreg.kernels import rows as rows_module
 from attnreg.packing import Padding, pack
 
 
@@ -136,32 +138,82 @@ def left_padded(rows) -> None:
     )
     _compare("left-padded prefill", functions, rows)
 
-    learned = [t.requires_grad_() for t in tensors]
-    functions = {}
+
+def padded_training(rows) -> None:
+    batch, size = 16, 4096
+    real = torch.linspace(0.08, 0.96, batch).mul(size).int().tolist()
+    for side in ("left", "right"):
+        padding = Padding.from_lengths(real, size, side=side, device="cuda")
+        learned, functions = _trained(padding, (32, 8, 128))
+        functions["one copy of query, key and value"] = lambda learned=learned: [t.detach().clone() for t in learned]
+        measured = torch.tensor(real, dtype=torch.int32, device="cuda")
+        known = {"declared": padding, "lengths on the device": Padding.from_lengths(measured, size, side=side)}
+        for how, given in known.items():
+            for name in ("auto", "flash2", "flash3", "varlen"):
+                if name == "auto" or (name in attnreg.backends() and not attnreg.backends()[name].reason_missing):
+                    functions[f"attnreg {name}, {how}"] = _training(given, name, learned)
+        _compare(f"{side}-padded, forward and backward", functions, rows)
+        del learned, functions
+        torch.cuda.empty_cache()
+
+
+def real_tokens(rows) -> None:
+    """Training in place and gathered, by the part that is real: where they cross is what `rows.FEW_REAL` should be."""
+    few = rows_module.FEW_REAL
+    for batch, size, heads in ((16, 4096, (32, 8, 128)), (256, 256, (32, 8, 128)), (16, 4096, (16, 16, 64))):
+        for part in (0.03, 0.1, 0.2, 0.3, 0.5, 0.8, 1.0):
+            spread = min(part / 2, 1 - part)
+            real = torch.linspace(part - spread, part + spread, batch).mul(size).int().clamp(1, size).tolist()
+            padding = Padding.from_lengths(real, size, side="left", device="cuda")
+            learned, functions = _trained(padding, heads)
+            for name in ("flash2", "varlen"):
+                if not attnreg.backends()[name].reason_missing:
+                    train = _training(padding, name, learned)
+                    functions[f"{name} in place"] = lambda train=train: (setattr(rows_module, "FEW_REAL", 0.0), train())
+                    functions[f"{name} gathered"] = lambda train=train: (setattr(rows_module, "FEW_REAL", 2.0), train())
+            heading = f"training b{batch} s{size} hq{heads[0]} hkv{heads[1]} d{heads[2]}, {sum(real) / (batch * size):.0%} real"
+            _compare(heading, functions, rows, seconds=0.4, memory=True)
+            del learned, functions
+            torch.cuda.empty_cache()
+    rows_module.FEW_REAL = few
+
+
+def _trained(padding, heads):
+    """Tensors that learn, and the row of flash-attn 2 on packed input, if it is here."""
+    learned, functions = heads_last(*padding.shape, padding.shape[1], *heads, gradients=True), {}
     if not attnreg.backends()["flash2"].reason_missing:
-        packed = [t.detach().requires_grad_() for t in packed]
+        from flash_attn import flash_attn_varlen_func
+
+        cu, longest = padding.packed.cu_seqlens, padding.packed.max_seqlen
+        packed = [pack(t.detach(), padding.packed).requires_grad_() for t in learned]
+        by_hand = lambda *t: flash_attn_varlen_func(*t, cu, cu, longest, longest, causal=True)
         functions["flash-attn 2 on packed input"] = with_gradients(by_hand, packed)
-        functions["one copy of query, key and value"] = lambda: [t.detach().clone() for t in tensors]
-    for name in ("auto", "flash2", "flash3", "flash4", "varlen"):
-        if name == "auto" or (name in attnreg.backends() and not attnreg.backends()[name].reason_missing):
-            run = lambda *t, name=name: attnreg.attention(*t, **masked, backend=name)
-            functions[f"attnreg {name}, declared"] = with_gradients(run, learned)
-    _compare("left-padded, forward and backward", functions, rows)
+    return learned, functions
 
 
-def _compare(title, functions, rows) -> None:
-    able = {}
+def _training(padding, name, learned):
+    masked = {"causal": True, "query_mask": padding, "key_mask": padding}
+    return with_gradients(lambda *t: attnreg.attention(*t, **masked, backend=name), learned)
+
+
+def _compare(title, functions, rows, seconds=3.0, memory=False) -> None:
+    able, most = {}, {}
     for name, function in functions.items():
         try:
             warmed(function)
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            function()
+            most[name] = (torch.cuda.max_memory_allocated() - before) / 2**20
             able[name] = function
         except Exception as error:
             rows.append({"row": f"{title}: {name}", "error": f"{type(error).__name__}: {error}".splitlines()[0][:300]})
             print(rows[-1], flush=True)
-    times = interleaved(able, 3.0, most=30, least=5)
+    times = interleaved(able, seconds, most=30, least=5)
     base = times.get("flash-attn 2 on packed input")
     for name, time in times.items():
-        rows.append({"row": f"{title}: {name}", "attnreg": time, **({"ratio": time / base} if base else {})})
+        named = f"{title}: {name}" + (f", peak {most[name]:.0f} MiB" if memory else "")
+        rows.append({"row": named, "attnreg": time, **({"ratio": time / base} if base else {})})
         print(rows[-1], flush=True)
 
 
@@ -176,13 +228,16 @@ def table(rows: list[dict]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", default=".", help="folder for direct.json and direct.md")
-    folder = pathlib.Path(parser.parse_args().out)
+    parts = {part.__name__: part for part in (left_padded, padded_training, real_tokens, decode, dense)}
+    parser.add_argument("--only", nargs="+", choices=parts, default=list(parts), help="some of the parts; all by default")
+    asked = parser.parse_args()
+    folder = pathlib.Path(asked.out)
     if not torch.cuda.is_available():
         raise SystemExit("benchmarks/direct.py needs a CUDA card")
     folder.mkdir(parents=True, exist_ok=True)
     rows: list[dict] = []
-    for part in (left_padded, decode, dense):
-        part(rows)
+    for part in asked.only:
+        parts[part](rows)
         torch.cuda.empty_cache()
         (folder / "direct.json").write_text(
             json.dumps({"card": torch.cuda.get_device_name(), "torch": torch.__version__, "rows": rows}, indent=1)

@@ -5,6 +5,7 @@ Skipped without a GPU. `ATTNREG_GPU_EXAMPLES` bounds the time: how many calls ea
 
 from __future__ import annotations
 
+import math
 import os
 
 import oracle
@@ -13,7 +14,7 @@ import torch
 from test_public_faults import CASES
 
 import attnreg
-from attnreg import Feature
+from attnreg import Feature, Padding
 from attnreg.select import NoBackendError
 
 HALF = (torch.bfloat16, torch.float16)
@@ -191,6 +192,69 @@ def test_tensors_that_start_off_16_bytes(offset, backend):
     must_be_able(call, backend)
     output = attnreg.attention(**call, causal=True, backend=backend)
     torch.testing.assert_close(output, attnreg.attention(**call, causal=True, backend="reference"), atol=2e-2, rtol=2e-2)
+
+
+def padded(side, backend, host=True):
+    """A padded training call with NaN wherever padding stands, its leaf tensors, and an upstream gradient likewise."""
+    lengths = [150, 300, 0, 33]
+    given = lengths if host else torch.tensor(lengths, dtype=torch.int32, device="cuda")
+    padding = Padding.from_lengths(given, 300, side=side, device="cuda")
+    call = make(300, 300, batch=4, causal=True, query_mask=padding, key_mask=padding)
+    hidden = ~padding.mask[..., None, None]
+    leaves = [call.pop(n).masked_fill(hidden, math.nan).requires_grad_() for n in ("query", "key", "value")]
+    must_be_able({**call, **dict(zip(("query", "key", "value"), leaves))}, backend)
+    upstream = torch.randn(leaves[0].shape, device="cuda").bfloat16().masked_fill(hidden, math.nan)
+    return call, leaves, upstream, hidden
+
+
+def trained(call, leaves, upstream, backend):
+    output = attnreg.attention(*leaves, **call, backend=backend)
+    return (output, *torch.autograd.grad(output, leaves, upstream))
+
+
+@pytest.mark.parametrize("backend", NAMES)
+@pytest.mark.parametrize("host", [True, False], ids=["known", "on the device"])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padded_training_with_nan_in_padding(side, host, backend):
+    call, leaves, upstream, hidden = padded(side, backend, host)
+    ours = trained(call, leaves, upstream, backend)
+    finite = [t.detach().masked_fill(hidden, 3.0).requires_grad_() for t in leaves]
+    expected = trained(call, finite, upstream.masked_fill(hidden, 0.0), "reference")
+    again = trained(call, finite, upstream.masked_fill(hidden, 3.0), backend)
+    for got, right, other in zip(ours, expected, again):
+        torch.testing.assert_close(got, right, atol=3e-2, rtol=3e-2)
+        assert (got.masked_select(hidden) == 0).all()
+        if got is ours[0]:
+            assert torch.equal(got, other), "padding shows"
+
+
+@pytest.mark.parametrize("backend", ["flash2", "varlen"])
+@pytest.mark.parametrize("mode", ["captured", "compiled"])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padded_training_in_a_graph(side, mode, backend):
+    if backend not in NAMES:
+        pytest.skip("not here")
+    call, leaves, upstream, _ = padded(side, backend)
+    if mode == "compiled":
+        torch._dynamo.reset()
+        compiled = torch.compile(lambda *t: attnreg.attention(*t, **call, backend=backend), fullgraph=True)
+        output = compiled(*leaves)
+        results = (output, *torch.autograd.grad(output, leaves, upstream))
+    else:
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            trained(call, leaves, upstream, backend)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            results = trained(call, leaves, upstream, backend)
+        for leaf in leaves:
+            leaf.detach().mul_(0.5)
+        graph.replay()
+    torch.cuda.synchronize()
+    for got, right in zip(results, trained(call, leaves, upstream.nan_to_num(), "reference")):
+        torch.testing.assert_close(got, right, atol=3e-2, rtol=3e-2)
 
 
 @pytest.mark.parametrize("backend", NAMES)

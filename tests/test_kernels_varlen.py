@@ -13,6 +13,7 @@ import oracle
 import pytest
 import segments_double
 import torch
+from counted import Counted
 
 import attnreg
 from attnreg import Feature
@@ -123,6 +124,27 @@ def test_gradients_are_those_of_the_reference(installed, name):
         torch.testing.assert_close(ours, right, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("installed", ["torch_2_11"], indirect=True)
+@pytest.mark.parametrize(("name", "copies"), [("left padding", 0), ("right padding", 0), ("gaps without distances", 2)])
+def test_padding_is_named_where_it_lies(installed, name, copies):
+    call = dict(CASES[name])
+    for tensor, mask in (("query", "query_mask"), ("key", "key_mask"), ("value", "key_mask")):
+        if mask in call:
+            call[tensor] = call[tensor].masked_fill(~call[mask][..., None, None], math.nan)
+    inputs = [call.pop(n).requires_grad_() for n in ("query", "key", "value")]
+    with Counted() as counted:
+        output = attnreg.attention(*inputs, **call, backend="varlen_double")
+        upstream = torch.randn(output.shape, generator=torch.Generator().manual_seed(1))
+        if "query_mask" in call:
+            upstream = upstream.masked_fill(~call["query_mask"][..., None, None], math.nan)
+        grads = torch.autograd.grad(output, inputs, upstream)
+    assert counted.names.count("index_select") == copies
+    expected = attnreg.attention(*inputs, **call, backend="reference")
+    torch.testing.assert_close(output, expected, atol=1e-5, rtol=1e-5)
+    for ours, right in zip(grads, torch.autograd.grad(expected, inputs, upstream.nan_to_num())):
+        torch.testing.assert_close(ours, right, atol=1e-5, rtol=1e-5)
+
+
 def test_grouped_single_queries_keep_the_fast_shape_where_every_row_asks(installed, monkeypatch):
     asked = []
     function = module._Found.kernel.function
@@ -169,8 +191,9 @@ def spec(**changes):
         ({"page_size": 16}, "paged"),
         ({"page_size": 256, "gradients": ("query",)}, "paged"),
         ({"page_size": 256, "key_starts": True}, "paged"),
-        ({"key_mask": "left", "padding_fits_packing": True, "compiling": True}, "compile"),
-        ({"key_mask": "left", "padding_fits_packing": True, "capturing": True}, "capture"),
+        ({"key_mask": "any", "padding_fits_packing": True, "compiling": True}, "compile"),
+        ({"key_mask": "any", "padding_fits_packing": True, "capturing": True}, "capture"),
+        ({"key_mask": "left", "padding_fits_packing": True, "capturing": True, "single_query": True}, "capture"),
         ({"page_size": 256, "query_lengths": True, "key_lengths": True, "capturing": True}, "capture"),
         ({"deterministic": True, "gradients": ("query",)}, "deterministic"),
         ({"value_dim": 32}, "value_dim"),
@@ -186,6 +209,8 @@ def test_what_is_refused_and_why(changes, what):
     assert what in [reason.what for reason in module.claims_of(None).reasons_against(spec(**changes))]
     assert not module.claims_of(None).reasons_against(spec())
     assert not module.claims_of(None).reasons_against(spec(page_size=256, key_lengths=True, capturing=True))
+    for mode in ("compiling", "capturing"):
+        assert not module.claims_of(None).reasons_against(spec(key_mask="left", padding_fits_packing=True, **{mode: True}))
 
 
 def test_the_installed_signature_is_understood():

@@ -1,7 +1,8 @@
 """What flash-attn 2, 3 and 4 have in common: the ways by which a call reaches a kernel, and what is put right around it.
 
-Four ways, a function of the spec: "dense" as it is; "segments" for packed rows; "cached" where every row's keys are one run of slots in a
-buffer, or pages, which the inference kernels read in place; "gathered" where padding is dropped in a copy and the result is put back.
+Five ways, a function of the spec: "dense" as it is; "segments" for packed rows; "cached" where every row's keys are one run of slots in a
+buffer, or pages, which the inference kernels read in place; "runs" where segments name the real tokens, one run a row, where they lie;
+"gathered" where padding is dropped in a copy and the result is put back.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from ..call import AttentionCall
 from ..capabilities import Reason
 from ..spec import AttentionSpec, Feature
 from ..visibility import real_queries
-from .rows import rows_of
+from .rows import lies_in_runs, notes_of_runs, rows_of, runs_of
 
 NEGATIVE_INFINITY = float("-inf")
 Result = tuple[torch.Tensor, "torch.Tensor | None"]
@@ -39,37 +40,42 @@ class Kernels(NamedTuple):
     """The cached function takes the first slot of each row."""
     value_dim: Callable[[int, int, bool], bool] = lambda head_dim, value_dim, gradients: head_dim == value_dim
     """Whether the kernels take this head dim with this value dim, with gradients or without; else both are padded to the larger."""
+    fills_gaps: bool = False
+    """The segments function writes zeros for queries without keys and, backward, for keys without queries, whatever stands in both."""
     reads_whole_tiles: bool = False
     """Values past the end of a row's keys are loaded and multiplied by 0, so that they must be finite."""
 
 
 def way_for(spec: AttentionSpec, kernels: Kernels) -> str:
-    """How a spec reaches the kernel: "dense", "segments", "cached" or "gathered"."""
+    """How a spec reaches the kernel: "dense", "segments", "cached", "runs" or "gathered"."""
     if spec.page_size:
         return "cached"
     if spec.packed:
         return "segments"
     if not (spec.key_mask or spec.key_lengths or spec.query_lengths or spec.key_starts):
         return "dense"
+    # Compiled, a lone query is left to kernels that split its keys: those that read them in place are out of the compiler's sight.
+    runs = kernels.fills_gaps and lies_in_runs(spec) and not (spec.compiling and spec.single_query)
+    otherwise = "runs" if runs else "gathered"
     if spec.gradients or spec.dropout or spec.compiling or spec.query_lengths:
-        return "gathered"
+        return otherwise
     measured = spec.key_lengths or spec.key_starts
     if spec.key_starts or spec.key_mask == "left":
         whole = not (measured and spec.key_mask)
-        return "cached" if whole and kernels.reads_starts else "gathered"
+        return "cached" if whole and kernels.reads_starts else otherwise
     if spec.key_mask == "right" and not measured:
         # The cached function aligns to the row's end. The one query that sees everything needs no diagonal.
         free = not spec.distances or (spec.single_query and spec.window is None and spec.alibi is None and not spec.query_mask)
-        return "cached" if free and kernels.reads_lengths else "gathered"
-    return "cached" if spec.key_lengths and not spec.key_mask and kernels.reads_lengths else "gathered"
+        return "cached" if free and kernels.reads_lengths else otherwise
+    return "cached" if spec.key_lengths and not spec.key_mask and kernels.reads_lengths else otherwise
 
 
 def run_flash(call: AttentionCall, kernels: Kernels) -> Output:
     """Runs a call in the layout (B, S, H, D) and gives it the contract's meaning."""
     spec = call.spec
     way = way_for(spec, kernels)
-    if way in ("segments", "gathered"):
-        rows = rows_of(call)
+    if way in ("segments", "runs", "gathered"):
+        rows = runs_of(call) if way == "runs" else rows_of(call)
         if rows.empty:
             return _finished(call, *_pair(rows.nothing(call)), way)
         # For one query a segment the kernels lay the heads of a group side by side, and count on every segment having that query.
@@ -80,6 +86,8 @@ def run_flash(call: AttentionCall, kernels: Kernels) -> Output:
         if kernels.reads_whole_tiles and way == "segments" and not spec.finite_padding and call.max_seqlens is not None:
             value = _zero_past(value, rows.cu_key[-1], 0)
         tensors = fitted(call, kernels, rows.query, rows.key, value)
+        if spec.alibi == "rows" and way == "runs":
+            call = call.replaced(alibi_slopes=rows.by_segment(call.alibi_slopes), _spec=spec)
         output, lse = kernels.segments(call, *tensors, rows.cu_query, rows.cu_key, longest_query, longest_key)
         output = rows.restored(output[..., : call.value_dim])
         lse = rows.restored_lse(_normal(lse)) if call.return_lse or call.sinks is not None else None
@@ -159,7 +167,7 @@ def _finished(call: AttentionCall, output: torch.Tensor, lse: torch.Tensor | Non
         lse = torch.logaddexp(lse, sinks.expand_as(lse))
     same = call.query_padding is not None and call.query_padding is call.key_padding and call.query_padding.form == "left"
     # Queries before the first key of a causal call see nothing: the kernel has written their zeros.
-    zero_already = way == "gathered" or (same and call.causal and call.spec.equal_lengths and way == "cached")
+    zero_already = way in ("runs", "gathered") or (same and call.causal and call.spec.equal_lengths and way == "cached")
     if call.sinks is not None or (call.query_mask is not None and not zero_already):
         queries = real_queries(call)
         if queries is not None:
@@ -175,7 +183,7 @@ def padding_must_fit(kernels: Callable[[], Kernels]) -> Callable[[AttentionSpec]
     """A kernel that drops padding is exact only where dropping it moves no query against its keys (contract, section 3)."""
 
     def rule(spec: AttentionSpec) -> Reason | None:
-        if way_for(spec, kernels()) != "gathered" or spec.padding_fits_packing:
+        if way_for(spec, kernels()) not in ("runs", "gathered") or spec.padding_fits_packing:
             return None
         forms = f"keys {spec.key_mask or 'unmasked'}, queries {spec.query_mask or 'unmasked'}"
         if spec.key_lengths or spec.key_starts or spec.query_lengths:
@@ -202,7 +210,8 @@ def padding_needs_the_host(kernels: Callable[[], Kernels]) -> Callable[[Attentio
         way = way_for(spec, kernels())
         if way == "gathered" or (way == "cached" and spec.compiling):
             mode = Feature.COMPILE if spec.compiling else Feature.CAPTURE
-            return Reason(mode.value, "with padding or pages", "without, or packed rows", "pack once, outside, and give cu_seqlens")
+            remedy = "declare the padding (attnreg.packing.Padding, lengths), or pack once, outside, and give cu_seqlens"
+            return Reason(mode.value, "with padding or pages", "without, or with padding that this kernel takes where it lies", remedy)
         return None
 
     return rule
@@ -221,6 +230,8 @@ def head_dim_notes(spec: AttentionSpec) -> Sequence[str]:
 def notes_for(spec: AttentionSpec, kernels: Kernels) -> Sequence[str]:
     way = way_for(spec, kernels)
     notes = [f"{way} keys" if way == "cached" else way, *head_dim_notes(spec)]
+    if way == "runs":
+        notes += notes_of_runs(spec)
     if way == "gathered":
         known = "known to fit packing" if spec.padding_fits_packing else "without distances"
         notes.append(

@@ -145,8 +145,10 @@ def _without_shift(call: AttentionCall, lse: torch.Tensor, p: torch.Tensor, long
 
 @functools.lru_cache(maxsize=64)
 def kernels(version: str) -> Kernels:
-    """What the cached function of a version reads."""
-    return Kernels(_dense, _segments, _cached, Version(version) >= Version("2.2.0"), Version(version) >= Version("2.6.1"))
+    """What the functions of a version read and write: 2.3.4 began to write zeros where a segment has no key, or no query."""
+    at_least = Version(version).__ge__
+    reads = {"reads_lengths": at_least(Version("2.2.0")), "reads_starts": at_least(Version("2.6.1"))}
+    return Kernels(_dense, _segments, _cached, **reads, fills_gaps=at_least(Version("2.3.4")))
 
 
 def run_flash2(call: AttentionCall) -> Output:

@@ -20,7 +20,7 @@ from ..call import AttentionCall
 from ..capabilities import NATIVE, Capabilities, Dims, Reason
 from ..spec import AttentionSpec, Feature
 from .order import rank_of
-from .rows import rows_of
+from .rows import lies_in_runs, notes_of_runs, rows_of, runs_of
 from .sdpa import flash_lacks_memory, no_early_window, rows_fit
 
 NEGATIVE_INFINITY = float("-inf")
@@ -54,9 +54,9 @@ def find() -> Kernel | None:
 
 
 def run_varlen(call: AttentionCall) -> Output:
-    """Lays the real tokens one behind the other, runs the kernel over the segments, and puts the rows back, zeros at padding."""
+    """Runs the kernel over the real tokens as segments: where they lie, or one behind the other and then put back, zeros at padding."""
     kernel = _Found.kernel or find()
-    rows = rows_of(call)
+    rows = runs_of(call) if lies_in_runs(call.spec) else rows_of(call)
     if rows.empty:
         return rows.nothing(call)
     query, key, value, options = rows.query, rows.key, rows.value, {}
@@ -135,6 +135,9 @@ def padding_needs_the_host(spec: AttentionSpec) -> Reason | None:
 
 
 def _padding_needs_the_host(spec: AttentionSpec) -> Reason | None:
+    # A compiled or captured lone query is left to kernels that split its keys.
+    if lies_in_runs(spec) and not spec.single_query:
+        return None
     # The lengths of a paged cache are read by the kernel itself.
     asked = spec._replace(key_lengths=False) if spec.page_size else spec
     return padding_needs_the_host(asked)
@@ -219,7 +222,9 @@ def claims_of(kernel: Kernel | None) -> Capabilities:
 
 def _notes(spec: AttentionSpec) -> Sequence[str]:
     notes = ["torch's varlen_attn"]
-    if spec.padded and not spec.packed and not spec.page_size:
+    if lies_in_runs(spec):
+        notes += notes_of_runs(spec)
+    elif spec.padded and not spec.packed and not spec.page_size:
         notes.append("drops padding, which is known to change nothing: gathers the real tokens, and scatters the result")
         if spec.key_lengths or spec.query_lengths or spec.key_starts:
             notes.append("counts the real tokens on the host: one copy a call; attnreg.Padding with known lengths spares it")

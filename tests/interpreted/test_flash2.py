@@ -9,6 +9,7 @@ import pytest
 import shim
 import torch
 from amounts import always
+from counted import Counted
 
 import attnreg
 from attnreg.capabilities import Reason
@@ -150,6 +151,41 @@ def test_backward(name):
         torch.testing.assert_close(got, expected, atol=2e-5, rtol=2e-5)
 
 
+HOLES = torch.tensor([[True, False, True, True, False, True, True], [True] * 7])
+MEASURED = {"key_lengths": [5, 7], "query_lengths": [2, 5]}
+TRAINED = {
+    "left": ({"causal": True, "key_mask": BOTH, "query_mask": BOTH}, False),
+    "right": ({"causal": True, "key_mask": SAME, "query_mask": SAME}, False),
+    "lengths of both": ({"causal": True, **MEASURED}, False),
+    "slopes of each row": ({"causal": True, **MEASURED, "alibi_slopes": torch.stack([SLOPES, SLOPES * 3])}, False),
+    "in the middle": ({"causal": True, "key_mask": HOLES, "query_mask": HOLES}, True),
+}
+"""Padded calls of seven queries and keys, and whether their real tokens are gathered."""
+
+
+@pytest.mark.parametrize(("name", "dtype"), [*((name, torch.float32) for name in TRAINED), ("left", torch.float16)], ids=str)
+def test_padded_training_stays_in_place(name, dtype):
+    options, gathers = TRAINED[name]
+    results = []
+    for backend in ("reference", "flash2"):
+        inputs = [t.requires_grad_() for t in poisoned(options, *tensors(queries=7, dtype=dtype))]
+        shim.calls.clear()
+        with Counted() as counted:
+            output, lse = attnreg.attention(*inputs, **options, return_lse=True, backend=backend)
+            upstream = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+            # What comes back at padding may be anything.
+            upstream[lse[:, 0] == -math.inf] = 0.0 if backend == "reference" else math.nan
+            grads = torch.autograd.grad(output, inputs, upstream)
+        results.append((output, lse, *grads))
+    assert shim.calls == ["varlen_fwd", "varlen_bwd"]
+    assert ("index_select" in counted.names) == gathers and not {"index_add", "index_add_", "masked_fill_"} & set(counted.names)
+    tolerance = 5e-3 if dtype == torch.float16 else 2e-5
+    for expected, got in zip(*results):
+        torch.testing.assert_close(got, expected, atol=tolerance, rtol=tolerance)
+    selection = attnreg.explain(*inputs, **options, backend="flash2")
+    assert ("padding stays where it is" in str(selection)) != gathers
+
+
 def test_pages():
     from attnreg.call import AttentionCall, Pages
 
@@ -178,10 +214,9 @@ def test_refused_where_packing_would_move_queries():
 
 def test_one_packing_for_all_layers(monkeypatch):
     query, key, value = tensors(queries=7)
-    padding = right(4, 7)
-    made = []
+    made, holes = [], HOLES.clone()
     static = torch.nonzero_static
     monkeypatch.setattr(torch, "nonzero_static", lambda *a, **k: made.append(1) or static(*a, **k))
     for _ in range(3):
-        attnreg.attention(query, key, value, causal=True, key_mask=padding, query_mask=padding, backend="flash2")
+        attnreg.attention(query, key, value, causal=True, key_mask=holes, query_mask=holes, backend="flash2")
     assert len(made) == 1
