@@ -12,7 +12,7 @@ from amounts import always
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
 import attnreg  # noqa: E402
-from attnreg.integrations.transformers import HostMask, check, name_layers, register  # noqa: E402
+from attnreg.integrations.transformers import HostMask, cache, check, name_layers, register  # noqa: E402
 from attnreg.integrations.transformers.attention import _from_host_mask  # noqa: E402
 from attnreg.integrations.transformers.masks import host_mask, recognise  # noqa: E402
 
@@ -70,6 +70,7 @@ DECODERS = {
     "Gemma 3": text("Gemma3TextConfig", "Gemma3ForCausalLM", sliding_window=4, head_dim=8, layer_types=["sliding_attention", "full_attention"], **GROUPED),
     "Qwen2": text("Qwen2Config", "Qwen2ForCausalLM", use_sliding_window=True, sliding_window=4, max_window_layers=1, **GROUPED),
     "Qwen3": text("Qwen3Config", "Qwen3ForCausalLM", head_dim=8, **GROUPED),
+    "Phi": text("PhiConfig", "PhiForCausalLM", partial_rotary_factor=0.5, **GROUPED),
     "Phi-3": text("Phi3Config", "Phi3ForCausalLM", sliding_window=4, **GROUPED),
     "GPT-OSS": text(
         "GptOssConfig", "GptOssForCausalLM", head_dim=8, sliding_window=4, num_local_experts=2, num_experts_per_tok=1,
@@ -141,6 +142,20 @@ def build_llava():
     return transformers.LlavaForConditionalGeneration(config).eval()
 
 
+def build_qwen2_vl():
+    torch.manual_seed(0)
+    language = {
+        "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None, "max_position_embeddings": 64,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]},
+    }  # fmt: skip
+    vision = {"depth": 2, "embed_dim": 32, "hidden_size": 32, "num_heads": 4, "patch_size": 4, "mlp_ratio": 2}
+    special = {"image_token_id": 5, "video_token_id": 4, "vision_start_token_id": 3, "vision_end_token_id": 2}
+    return transformers.Qwen2VLForConditionalGeneration(
+        transformers.Qwen2VLConfig(text_config=language, vision_config=vision, **special)
+    ).eval()
+
+
 def padded(side: str, seed: int = 1):
     """Three rows of 3, 8 and 5 real tokens."""
     torch.manual_seed(seed)
@@ -168,10 +183,30 @@ def inputs_for(family: str, side: str = "right"):
         inputs["attention_mask"] = torch.cat(
             [inputs["attention_mask"], torch.ones(3, 4, dtype=torch.long), inputs["attention_mask"].flip(1)], 1
         )
-    return inputs
+    return with_images(side) if family == "Qwen2-VL" else inputs
 
 
-OTHERS = {"ViT": build_vit, "T5": build_t5, "BART": build_bart, "Whisper": build_whisper, "Llava": build_llava}
+def with_images(side: str):
+    """Three rows of an image of its own size, 4, 8 and 4 tokens, and text after it. Images lie packed, one behind the other."""
+    torch.manual_seed(1)
+    grid = torch.tensor([[1, 4, 4], [1, 4, 8], [1, 4, 4]])
+    rows = [[3, *[5] * image, 2, *torch.randint(6, VOCABULARY, (words,)).tolist()] for image, words in ((4, 2), (8, 6), (4, 5))]
+    longest = max(map(len, rows))
+    rows = [[0] * (longest - len(row)) + row if side == "left" else row + [0] * (longest - len(row)) for row in rows]
+    ids = torch.tensor(rows)
+    inputs = {"input_ids": ids, "attention_mask": (ids != 0).long(), "pixel_values": torch.randn(int(grid.prod(1).sum()), 3 * 2 * 4 * 4)}
+    # transformers 5 is told by kinds of tokens where the images are; before, it looked for their ids.
+    return {**inputs, "image_grid_thw": grid, **({"mm_token_type_ids": (ids == 5).int()} if VERSION >= (5,) else {})}
+
+
+OTHERS = {
+    "ViT": build_vit,
+    "T5": build_t5,
+    "BART": build_bart,
+    "Whisper": build_whisper,
+    "Llava": build_llava,
+    "Qwen2-VL": build_qwen2_vl,
+}
 FAMILIES = {**DECODERS, **ENCODERS, **OTHERS}
 
 
@@ -218,75 +253,187 @@ def test_outputs_and_gradients_equal_eager_on_real_tokens(family, side):
 STEPS = 6
 
 
+def speaker(family, implementation):
+    """A model whose next token depends on what its attention sees. With weights as they start, one repeats itself, whatever attention does."""
+    model = FAMILIES[family]()
+    torch.manual_seed(4)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.copy_(0.3 * torch.randn_like(parameter))
+    return on(model, implementation)
+
+
 def generated(model, inputs, **options):
-    """The new tokens of each row."""
-    tokens = model.generate(**inputs, max_new_tokens=STEPS, min_new_tokens=STEPS, do_sample=False, **options)
-    return tokens[:, -STEPS:].tolist()
+    """The new tokens of each row, and the logits that they were chosen by, (B, STEPS, V); with beams, the scores of the rows."""
+    result = model.generate(
+        **inputs, max_new_tokens=STEPS, min_new_tokens=STEPS, do_sample=False, return_dict_in_generate=True, output_logits=True,
+        output_scores=True, **options,
+    )  # fmt: skip
+    numbers = result.sequences_scores if "num_beams" in options else torch.stack(result.logits, 1)
+    return result.sequences[:, -STEPS:], numbers
+
+
+def assert_same(found, wanted):
+    assert found[0].tolist() == wanted[0].tolist()
+    assert (found[1] - wanted[1]).abs().max() < 1e-4
 
 
 def alone(model, inputs, **options):
     """The same, each prompt alone and unpadded."""
     rows = []
-    for ids, mask in zip(inputs["input_ids"], inputs["attention_mask"]):
-        real = ids[mask.bool()][None]
-        rows += generated(model, {"input_ids": real, "attention_mask": torch.ones_like(real)}, **options)
-    return rows
+    for row, mask in enumerate(inputs["attention_mask"]):
+        one = {name: tensor[row : row + 1] for name, tensor in inputs.items() if name != "pixel_values"}
+        one.update({name: tensor[:, mask.bool()] for name, tensor in one.items() if tensor.shape[-1] == len(mask)})
+        if "image_grid_thw" in inputs:
+            one["pixel_values"] = inputs["pixel_values"].split(inputs["image_grid_thw"].prod(1).tolist())[row]
+        elif "pixel_values" in inputs:
+            one["pixel_values"] = inputs["pixel_values"][row : row + 1]
+        rows.append(generated(model, one, **options))
+    return tuple(torch.cat(parts) for parts in zip(*rows))
 
 
-@pytest.mark.parametrize("family", DECODERS)
+def prompts(family):
+    """Left-padded, as generation wants them; an encoder's are padded on the right."""
+    if family == "Qwen2-VL":
+        return with_images("left")
+    inputs = padded("right" if family in ("T5", "BART") else "left")
+    if family == "Llava":
+        inputs["pixel_values"] = torch.randn(3, 3, 16, 16)
+        inputs["input_ids"] = torch.cat([inputs["input_ids"], torch.full((3, 4), 5), inputs["input_ids"][:, -2:]], 1)
+        inputs["attention_mask"] = torch.cat([inputs["attention_mask"], torch.ones(3, 6, dtype=torch.long)], 1)
+    return inputs
+
+
+SLIDING = ["Mistral", "Gemma 2", "Gemma 3", "Qwen2", "Phi-3", "GPT-OSS"]
+SPEAKERS = [*DECODERS, "T5", "BART", "Llava", "Qwen2-VL"]
+
+
+@pytest.mark.parametrize("family", SPEAKERS)
 def test_generation_of_a_padded_batch_equals_each_prompt_alone(family):
-    model, inputs = on(DECODERS[family](), "attnreg"), padded("left")
-    eager = on(DECODERS[family](), "eager")
-    wanted = alone(eager, inputs)
-    assert alone(model, inputs) == wanted
-    assert generated(model, inputs) == wanted
-    assert generated(model, inputs, use_cache=False) == wanted
+    skip_if_silent(family)
+    model, inputs = speaker(family, "attnreg"), prompts(family)
+    wanted = alone(speaker(family, "eager"), inputs)
+    assert_same(alone(model, inputs), wanted)
+    assert_same(generated(model, inputs), wanted)
+    assert_same(generated(model, inputs, use_cache=False), wanted)
     if family != "Llama 4":  # its chunked layers have no static form here
-        assert generated(model, inputs, cache_implementation="static") == wanted
+        assert_same(generated(model, inputs, cache_implementation="static"), wanted)
+
+
+WRONGS = {
+    "sees padding": lambda options: {**options, "key_mask": None, "query_mask": None},
+    "sees what comes after": lambda options: {**options, "causal": False},
+    "has no window": lambda options: {**options, "window": None},
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "wrong"),
+    [(f, "sees padding") for f in SPEAKERS if f != "Llama 4"]  # whose masks are dense
+    + [(f, "sees what comes after") for f in SPEAKERS if f not in ("Llama 4", "T5", "BART")]  # which decode one by one from the start
+    + [(f, "has no window") for f in SLIDING],
+)
+def test_a_wrong_attention_shows_in_what_is_generated(family, wrong, monkeypatch):
+    """So that the test above is one that can fail."""
+    import attnreg.integrations.transformers.attention as module
+
+    skip_if_silent(family)
+    model, inputs, real = speaker(family, "attnreg"), prompts(family), module.attnreg_attention
+    wanted = generated(model, inputs)[1]
+    monkeypatch.setattr(module, "attnreg_attention", lambda query, key, value, **options: real(query, key, value, **WRONGS[wrong](options)))
+    assert (generated(model, inputs)[1] - wanted).abs().max() > 1e-2
 
 
 @pytest.mark.parametrize("family", ["Llama", "Gemma 3"])
 def test_generation_with_a_static_cache_and_no_padding(family):
     """generate() then hands over no mask at all, and the spare slots must stay unseen all the same."""
-    model = on(DECODERS[family](), "attnreg")
-    ids = padded("left")["input_ids"][1:2]
-    wanted = generated(on(DECODERS[family](), "eager"), {"input_ids": ids})
-    assert generated(model, {"input_ids": ids}, cache_implementation="static") == wanted
+    ids = {"input_ids": padded("left")["input_ids"][1:2]}
+    assert_same(generated(speaker(family, "attnreg"), ids, cache_implementation="static"), generated(speaker(family, "eager"), ids))
 
 
-@pytest.mark.parametrize("family", always(["Llama", "Gemma 3"], [f for f in DECODERS if f != "Llama 4"]))
+@pytest.mark.parametrize("family", always(["Llama", "Gemma 3"], [f for f in SPEAKERS if f != "Llama 4"]))
 def test_generation_compiled_whole_with_a_static_cache(family):
+    """One graph serves every step; a second one where a cache slides, whose tokens transformers counts as a Python number."""
+    from torch._dynamo.backends.debugging import aot_eager
+
     if not hasattr(transformers, "CompileConfig"):
         pytest.skip("this transformers has no CompileConfig")
+    skip_if_silent(family)
     torch._dynamo.reset()
-    model, inputs = on(DECODERS[family](), "attnreg"), padded("left")
-    compiling = transformers.CompileConfig(backend="aot_eager", fullgraph=True, mode=None)
+    model, inputs, graphs = speaker(family, "attnreg"), prompts(family), []
+
+    def counted(graph, examples):
+        graphs.append(graph)
+        return aot_eager(graph, examples)
+
+    compiling = transformers.CompileConfig(backend=counted, fullgraph=True, mode=None)
     compiling._compile_all_devices = True
-    wanted = alone(on(DECODERS[family](), "eager"), inputs)
-    assert generated(model, inputs, cache_implementation="static", compile_config=compiling) == wanted
+    wanted = alone(speaker(family, "eager"), inputs)
+    assert_same(generated(model, inputs, cache_implementation="static", compile_config=compiling), wanted)
+    assert 1 <= len(graphs) <= 1 + (family in SLIDING)
 
 
-@pytest.mark.parametrize("family", ["Llama", "Gemma 2"])
-def test_beam_search_and_assisted_generation(family):
-    model, eager = on(DECODERS[family](), "attnreg"), on(DECODERS[family](), "eager")
-    inputs = padded("left")
-    assert generated(model, inputs, num_beams=3) == generated(eager, inputs, num_beams=3)
-    one = {name: tensor[1:2] for name, tensor in inputs.items()}
+@pytest.fixture
+def caches(monkeypatch):
+    """What generation did to its caches: beams that changed places, tokens that were taken back."""
+    from transformers.cache_utils import Cache
+
+    done, reorder, crop = {"reordered": 0, "cropped": 0}, Cache.reorder_cache, Cache.crop
+
+    def reordered(self, beams):
+        done["reordered"] += beams.tolist() != list(range(len(beams)))
+        return reorder(self, beams)
+
+    def cropped(self, *given):
+        before = self.get_seq_length()
+        result = crop(self, *given)
+        done["cropped"] += self.get_seq_length() < before
+        return result
+
+    monkeypatch.setattr(Cache, "reorder_cache", reordered)
+    monkeypatch.setattr(Cache, "crop", cropped)
+    return done
+
+
+def another(family, implementation):
+    """An assistant that guesses some tokens wrongly."""
+    model = speaker(family, implementation)
     torch.manual_seed(5)
-    assistant = on(DECODERS[family](), "attnreg")
     with torch.no_grad():
-        for parameter in assistant.parameters():  # another model, so that some of its tokens are refused and the cache rolls back
-            parameter.add_(0.02 * torch.randn_like(parameter))
-    assert generated(model, one, assistant_model=assistant) == generated(eager, one)
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return model
 
 
+OWN = {"transformers' cache": lambda model: {}, "attnreg's cache": lambda model: {"past_key_values": cache(model)}}
+
+
+@pytest.mark.parametrize("kept", OWN)
+@pytest.mark.parametrize("family", ["Llama", "Gemma 2", "Mistral"])
+def test_beam_search(family, kept, caches):
+    model, inputs = speaker(family, "attnreg"), padded("left")
+    wanted = generated(speaker(family, "eager"), inputs, num_beams=3)
+    caches["reordered"] = 0
+    assert_same(generated(model, inputs, num_beams=3, **OWN[kept](model)), wanted)
+    assert caches["reordered"]
+
+
+@pytest.mark.parametrize("kept", OWN)
+@pytest.mark.parametrize("family", ["Llama", "Gemma 2", "Mistral"])
+def test_assisted_generation(family, kept, caches):
+    model, one = speaker(family, "attnreg"), {name: tensor[1:2] for name, tensor in padded("left").items()}
+    wanted = generated(speaker(family, "eager"), one)
+    assert_same(generated(model, one, assistant_model=another(family, "attnreg"), **OWN[kept](model)), wanted)
+    assert caches["cropped"]
+
+
+@pytest.mark.parametrize("options", [{}, {"use_cache": False}, {"num_beams": 2}, {"cache_implementation": "static"}], ids=str)
 @pytest.mark.parametrize("family", ["T5", "BART", "Whisper"])
-def test_generation_of_encoder_decoders(family):
-    model, inputs = OTHERS[family](), inputs_for(family)
+def test_generation_of_encoder_decoders(family, options):
+    inputs = inputs_for(family)
     inputs.pop("decoder_input_ids")
-    for options in ({}, {"num_beams": 2}, {"cache_implementation": "static"}):
-        wanted = generated(on(model, "eager"), inputs, **options)
-        assert generated(on(model, "attnreg"), inputs, **options) == wanted
+    assert_same(generated(speaker(family, "attnreg"), inputs, **options), generated(speaker(family, "eager"), inputs, **options))
 
 
 def test_a_chunk_onto_a_cache_equals_one_shot():
@@ -409,6 +556,53 @@ def test_the_spare_room_of_a_static_cache_is_left_away_or_said_by_lengths(spy):
     options = {}
     _from_host_mask(mask, key.to("meta"), key.to("meta"), None, options)
     assert options["causal"] and options["key_lengths"].shape == (3,)
+
+
+@pytest.fixture
+def checked(monkeypatch):
+    """The calls that were checked in full, while the first backend of all is one that looks at bare masks, as flash-attn does on a card."""
+    from attnreg.call import AttentionCall
+    from attnreg.kernels.reference import reference
+
+    seen, init = [], AttentionCall.__init__
+
+    def counted(self, *args, **kwargs):
+        seen.append(self)
+        init(self, *args, **kwargs)
+
+    monkeypatch.setattr(AttentionCall, "__init__", counted)
+    attnreg.register(attnreg.Backend("looks", reference.run, reference.capabilities, layout=reference.layout, packs=True))
+    with attnreg.using("looks"):
+        yield seen
+    attnreg.unregister("looks")
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("family", ["Llama", "Mistral"])
+def test_a_step_looks_at_its_mask_once_and_is_checked_once(family, mode, checked, monkeypatch):
+    """Under inference_mode too, whose tensors can't be known to be unchanged: there each layer looked, and waited for the device."""
+    looks, init = [], attnreg.Padding.__init__
+    monkeypatch.setattr(attnreg.Padding, "__init__", lambda self, *given, **named: looks.append(self) or init(self, *given, **named))
+    model, inputs = on(DECODERS[family](), "attnreg"), padded("left")
+    mask = inputs["attention_mask"]
+    with mode():
+        past = model(**inputs).past_key_values
+        assert len(checked) == len(looks) == 1
+        for _ in range(3):
+            checked.clear(), looks.clear()
+            mask = torch.cat([mask, torch.ones_like(mask[:, :1])], 1)
+            model(input_ids=inputs["input_ids"][:, -1:], attention_mask=mask, past_key_values=past)
+            assert len(checked) <= 1 and len(looks) == 1
+
+
+@pytest.mark.parametrize("family", ["Llama", "BERT"])
+def test_a_mask_of_ones_is_left_away(family, spy):
+    """Kernels that drop padding would copy every row for nothing."""
+    skip_if_silent(family)
+    model, ids = on(FAMILIES[family](), "attnreg"), padded("left")["input_ids"]
+    output = output_of(model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)})
+    assert all(call["key_mask"] is None and call["query_mask"] is None for call in spy.calls)
+    assert torch.equal(output, output_of(model, {"input_ids": ids}))
 
 
 def test_a_mask_of_the_new_tokens_only_is_refused():
