@@ -1,18 +1,24 @@
 """What a whole model costs under each attention implementation of transformers, attnreg among them.
 
 A random-weight Llama of 1B shape: prefill of a left-padded batch, decode steps, a training step, peak memory, and tokens per second of
-compiled generation with a static cache. All implementations in one run, interleaved, medians of wall time with the device drained.
+generation, step by step and compiled with a static cache. All implementations in one run, interleaved, medians of wall time with the device
+drained; the compiled ones one after the other, since each takes up to a minute to compile.
 
-    python benchmarks/hosts.py            # on a GPU, bounded by --seconds
-    python benchmarks/hosts.py --tiny     # a smoke test on a CPU
+    python benchmarks/hosts.py                                # on a GPU, bounded by --seconds
+    python benchmarks/hosts.py --phases decode,static         # generation alone
+    python benchmarks/hosts.py --profile attnreg,eager        # where the host's time goes in a decode step
+    python benchmarks/hosts.py --tiny                         # a smoke test on a CPU
 """
 
 from __future__ import annotations
 
 import argparse
+import collections
+import cProfile
 import gc
 import importlib.metadata
 import json
+import pstats
 import statistics
 import time
 from collections.abc import Callable
@@ -31,12 +37,18 @@ START = time.perf_counter()
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true", help="a model of two layers and 64 dims, short rows")
-    parser.add_argument("--seconds", type=float, default=180.0, help="no new round or phase starts after this many seconds")
+    parser.add_argument("--seconds", type=float, default=300.0, help="no new round, phase or compilation starts after this many seconds")
     parser.add_argument("--rounds", type=int, default=7, help="interleaved rounds a phase")
     parser.add_argument(
         "--implementations", default="eager,sdpa,flex_attention,flash_attention_2,attnreg" if CUDA else "eager,sdpa,attnreg"
     )
-    parser.add_argument("--static", default="sdpa,attnreg", help="implementations for compiled generation with a static cache")
+    parser.add_argument(
+        "--static",
+        default="attnreg,sdpa,flex_attention,flash_attention_2,eager",
+        help="those for compiled generation with a static cache, in turn",
+    )
+    parser.add_argument("--phases", default="prefill,training,decode,static", help="which of these to measure")
+    parser.add_argument("--profile", default="", help="only profile the decode step of these implementations")
     return parser.parse_args()
 
 
@@ -175,6 +187,40 @@ def training(model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> Callabl
     return run
 
 
+def profiled(name: str, decoding: Decoding) -> None:
+    """Where a decode step's time goes: on the host by Python function, and what is asked of the device."""
+    decoding()
+    enqueued, whole = [], []
+    for _ in range(OPTIONS.rounds):
+        start = drained()
+        decoding()
+        enqueued.append(time.perf_counter() - start)
+        whole.append(drained() - start)
+    host, wall = (statistics.median(seconds) * 1000 / Decoding.steps for seconds in (enqueued, whole))
+    print(f"\n{name}: {wall:.2f} ms a step, of which the host is busy for {host:.2f}")
+    activities = [torch.profiler.ProfilerActivity.CPU] + [torch.profiler.ProfilerActivity.CUDA] * CUDA
+    with torch.profiler.profile(activities=activities) as profile:
+        decoding()
+        drained()
+    calls: collections.Counter[str] = collections.Counter()
+    busy = 0.0
+    for event in profile.events():
+        calls[event.name] += 1
+        if event.device_type != torch.autograd.DeviceType.CPU:
+            busy += event.device_time
+    asked = {n: c / Decoding.steps for n, c in calls.most_common() if n.startswith(("cudaLaunch", "cuLaunch", "cudaMem", "cudaStreamSync"))}
+    operators = {n: c / Decoding.steps for n, c in calls.most_common(40) if n.startswith("aten::")}
+    if CUDA:
+        launches = sum(count for n, count in asked.items() if "Launch" in n)
+        print(f"{name}: {launches:.0f} launches a step, kernels run for {busy / 1000 / Decoding.steps:.2f} ms a step; {asked}")
+    print(f"{name}: operators a step, {operators}")
+    profiler = cProfile.Profile()
+    profiler.runcall(decoding)
+    drained()
+    print(f"{name}: {Decoding.steps} steps by own time")
+    pstats.Stats(profiler).strip_dirs().sort_stats("tottime").print_stats(40)
+
+
 def static_generation(model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> float:
     """Tokens per second of generate() with a static cache, compiled by transformers itself on a GPU; the prefill is subtracted."""
     short, long = (2, 6) if OPTIONS.tiny else (8, 72)
@@ -188,50 +234,74 @@ def static_generation(model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -
 
     for _ in range(2):
         seconds(short)
-    best = min(seconds(long) for _ in range(3)) - min(seconds(short) for _ in range(3))
-    return inputs["input_ids"].shape[0] * (long - short) / best
+    pairs = [(seconds(short), seconds(long)) for _ in range(3)]
+    steps = statistics.median(after for _, after in pairs) - statistics.median(before for before, _ in pairs)
+    return inputs["input_ids"].shape[0] * (long - short) / steps
 
 
 def main() -> None:
     register()
-    made = models(OPTIONS.implementations.split(","))
+    phases = OPTIONS.phases.split(",")
+    made = models((OPTIONS.profile or OPTIONS.implementations).split(","))
     batch, size, train = (2, 32, (2, 24)) if OPTIONS.tiny else (16, 2048, (4, 1024))
     inputs, training_inputs = left_padded(batch, size), left_padded(*train)
+    if OPTIONS.profile:
+        for name, model in made.items():
+            profiled(name, Decoding(model, inputs))
+        return
     columns: dict[str, dict[str, float]] = {}
     failures: dict[str, dict[str, str]] = {}
 
     def phase(title: str, runs: dict[str, Callable[[], object]], per: int = 1) -> None:
         if left() < 0:
-            print(f"{title}: left out, no time left")
+            print(f"{title}: left out, no time left", flush=True)
             return
         timings = interleaved(runs)
         columns[title] = {name: seconds * 1000 / per for name, seconds in timings.medians().items()}
         failures[title] = timings.failed
+        print(f"{time.perf_counter() - START:.0f} s: {title}: {columns[title]} {timings.failed or ''}", flush=True)
 
     prefills = {name: prefill(model, inputs) for name, model in made.items()}
-    phase("prefill ms", prefills)
-    columns["prefill peak GiB"] = {name: peak(run) for name, run in prefills.items() if name in columns["prefill ms"]}
-    phase("training step ms", {name: training(model, training_inputs) for name, model in made.items()})
-    decodings = {name: Decoding(made[name], inputs) for name in columns["prefill ms"]}
-    phase("decode ms a step", decodings, Decoding.steps)
-    if "attnreg" in made:
-        decoding = decodings["attnreg"]
-        grown = torch.cat([decoding.mask, torch.ones_like(decoding.mask[:, :1])], 1)
-        ran = {
-            "prefill": check(made["attnreg"], inputs),
-            "decode": check(made["attnreg"], {"input_ids": decoding.token, "attention_mask": grown, "past_key_values": decoding.cache}),
-        }
-        for title, layers in ran.items():
-            print(f"attnreg {title}: {next(iter(layers.values()))}\n")
-    del decodings
-    columns["compiled static cache, tokens/s"] = {}
-    failures["compiled static cache, tokens/s"] = {}
-    for name in OPTIONS.static.split(","):
-        if name in made and left() > 0:
+    if "prefill" in phases:
+        phase("prefill ms", prefills)
+        columns["prefill peak GiB"] = {name: peak(run) for name, run in prefills.items() if name in columns.get("prefill ms", {})}
+    if "training" in phases:
+        phase("training step ms", {name: training(model, training_inputs) for name, model in made.items()})
+    if "decode" in phases:
+        decodings = {}
+        for name, model in made.items():
             try:
-                columns["compiled static cache, tokens/s"][name] = static_generation(made[name], inputs)
+                decodings[name] = Decoding(model, inputs)
             except Exception as error:
-                failures["compiled static cache, tokens/s"][name] = f"{type(error).__name__}: {str(error).splitlines()[0][:120]}"
+                failures.setdefault("prefill before decode", {})[name] = f"{type(error).__name__}: {str(error).splitlines()[0][:120]}"
+        phase("decode ms a step", decodings, Decoding.steps)
+        columns["decode tokens/s"] = {name: batch * 1000 / ms for name, ms in columns.get("decode ms a step", {}).items()}
+        if "attnreg" in decodings:
+            decoding = decodings["attnreg"]
+            grown = torch.cat([decoding.mask, torch.ones_like(decoding.mask[:, :1])], 1)
+            ran = {
+                "prefill": check(made["attnreg"], inputs),
+                "decode": check(made["attnreg"], {"input_ids": decoding.token, "attention_mask": grown, "past_key_values": decoding.cache}),
+            }
+            for title, layers in ran.items():
+                print(f"attnreg {title}: {next(iter(layers.values()))}\n", flush=True)
+        del decodings
+    if "static" in phases:
+        title = "compiled static cache, tokens/s"
+        columns[title], failures[title] = {}, {}
+        for name in OPTIONS.static.split(","):
+            if name not in made or left() < 0:
+                continue
+            # Alone in the compiler's cache, whose guards would else be gone through for every model before.
+            torch._dynamo.reset()
+            start = time.perf_counter()
+            try:
+                columns[title][name] = static_generation(made[name], inputs)
+                print(f"{time.perf_counter() - START:.0f} s: {title}: {name} {columns[title][name]:.0f}", flush=True)
+            except Exception as error:
+                failures[title][name] = f"{type(error).__name__}: {str(error).splitlines()[0][:120]}"
+                print(f"{time.perf_counter() - START:.0f} s: {title}: {name} {failures[title][name]}", flush=True)
+            print(f"  {time.perf_counter() - start:.0f} s with its compilation", flush=True)
 
     print(f"| attn_implementation | {' | '.join(columns)} |\n|---|{'---|' * len(columns)}")
     for name in made:
