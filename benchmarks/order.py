@@ -1,17 +1,23 @@
 """Measures every able backend over a grid of calls on a CUDA card, and what the automatic choice loses against the best of them.
 
-    python benchmarks/order.py [--out FOLDER] [--seconds 240]
+    python benchmarks/order.py --without reference,flex,xformers [--out FOLDER] [--seconds 170]
 
-Writes order.json and order.md. Regret is the time of the chosen backend over that of the best able one.
+Writes order.json, and order.md, which is docs/order.md. The automatic choice is timed as one more column, "auto", of the same interleaved
+run; regret is its time over the best of the row. In rows of a growing cache each call sees one key more than the call before it, whichever
+backend that was: what a kernel does anew for a new shape is paid by each of them, as a decoder pays it.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
+import importlib.metadata
+import itertools
 import json
 import math
 import pathlib
 import time
+from collections.abc import Callable
 
 import torch
 from timing import interleaved, warmed
@@ -19,15 +25,18 @@ from timing import interleaved, warmed
 import attnreg
 from attnreg.packing import Padding
 
+ROOM = 1024
+"""Slots behind a growing cache's first keys: one for each call of a row, warming up included."""
+
 
 def grid() -> list[dict]:
     """Name, sizes, dtype, mode and options of every call."""
     calls = []
 
-    def add(kind, batch, queries, keys, heads, dim, *, dtype="bfloat16", backward=False, **options):
+    def add(kind, batch, queries, keys, heads, dim, *, dtype="bfloat16", backward=False, grows=False, **options):
         calls.append(
             {"kind": kind, "batch": batch, "queries": queries, "keys": keys, "heads": heads[0], "key_heads": heads[1], "dim": dim,
-             "dtype": dtype, "backward": backward, "options": options}
+             "dtype": dtype, "backward": backward, "grows": grows, "options": options}
         )  # fmt: skip
 
     mha, gqa, mqa = (32, 32), (32, 8), (8, 1)
@@ -49,8 +58,8 @@ def grid() -> list[dict]:
         (1, 1024, gqa, 128), (1, 32768, gqa, 128), (8, 4096, gqa, 128), (32, 8192, gqa, 128), (64, 1024, gqa, 128), (8, 4096, mha, 64),
         (16, 2048, mqa, 256), (4, 8192, gqa, 96),
     ):  # fmt: skip
-        add("decode", batch, 1, keys, heads, dim, **causal)
-        if keys <= 8192:
+        add("decode", batch, 1, keys, heads, dim, grows=True, **causal)
+        if keys <= 8192:  # what a static cache does: one buffer, one shape, and the rows' lengths beside it
             add("decode, lengths", batch, 1, keys, heads, dim, lengths=True, **causal)
     for batch, queries, keys, heads, dim in ((1, 512, 8192, gqa, 128), (4, 128, 4096, gqa, 128), (2, 16, 4096, gqa, 128), (1, 2048, 16384, mqa, 64), (4, 256, 2048, mha, 80)):  # fmt: skip
         add("chunked", batch, queries, keys, heads, dim, **causal)
@@ -63,11 +72,11 @@ def grid() -> list[dict]:
     for size, heads, dim in ((4096, gqa, 128), (8192, gqa, 64)):
         add("window", 2, size, size, heads, dim, causal=True, window=(1023, None))
     add("window training", 2, 4096, 4096, gqa, 128, backward=True, causal=True, window=(1023, None))
-    add("window decode", 16, 1, 8192, gqa, 128, causal=True, window=(1023, None))
+    add("window decode", 16, 1, 8192, gqa, 128, grows=True, causal=True, window=(1023, None))
     add("softcap", 2, 2048, 2048, gqa, 128, causal=True, softcap=50.0)
     add("softcap", 2, 2048, 2048, gqa, 256, causal=True, softcap=50.0)
     add("softcap training", 2, 2048, 2048, gqa, 128, backward=True, causal=True, softcap=50.0)
-    add("softcap decode", 16, 1, 4096, gqa, 256, causal=True, softcap=50.0)
+    add("softcap decode", 16, 1, 4096, gqa, 256, grows=True, causal=True, softcap=50.0)
     return calls
 
 
@@ -93,12 +102,31 @@ def prepared(entry: dict):
         tensor = torch.randn(batch, length, heads, dim, device="cuda", dtype=dtype, generator=generator)
         return tensor.requires_grad_(entry["backward"])
 
+    keys += ROOM if entry["grows"] else 0
     return (make(queries, entry["heads"]), make(keys, entry["key_heads"]), make(keys, entry["key_heads"])), options
 
 
-def runner(tensors, options, backend: str, backward: bool):
+Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def growing(tensors: Tensors, first: int) -> Callable[[], Tensors]:
+    """Query, key and value of the next call: one slot more each time, of a buffer that stays where it is."""
+    query, key, value = tensors
+    slots = itertools.count(first)
+
+    def following() -> Tensors:
+        used = next(slots)
+        if used > key.shape[1]:
+            raise RuntimeError(f"more than {ROOM} calls of one row: raise ROOM")
+        return query, key[:, :used], value[:, :used]
+
+    return following
+
+
+def runner(following: Callable[[], Tensors], options: dict, backend: str | None, backward: bool) -> Callable[[], object]:
     if not backward:
-        return lambda: attnreg.attention(*tensors, **options, backend=backend)
+        return lambda: attnreg.attention(*following(), **options, backend=backend)
+    tensors = following()
     upstream = torch.randn_like(tensors[0])
     return lambda: torch.autograd.grad(attnreg.attention(*tensors, **options, backend=backend), tensors, upstream)
 
@@ -110,16 +138,19 @@ def too_large(entry: dict) -> bool:
 
 def measured(entry: dict, seconds: float, without: set[str]) -> dict:
     tensors, options = prepared(entry)
-    selection = attnreg.explain(*tensors, **options)
-    able = [n for n in ([selection.chosen.name] if selection.chosen else []) + list(selection.able) if n not in without]
+    following = growing(tensors, entry["keys"] + 1) if entry["grows"] else lambda: tensors
+    now = following()
+    selection = attnreg.explain(*now, **options)
+    chosen = selection.chosen.name if selection.chosen else None
+    able = [n for n in ([chosen] if chosen else []) + list(selection.able) if n not in without]
     functions, failed = {}, {}
     for name in able:
-        own = attnreg.explain(*tensors, **options, backend=name)
+        own = attnreg.explain(*now, **options, backend=name)
         quadratic = any("Sk)" in text or "scores" in text for text in (*own.emulations, *own.notes))
         if quadratic and too_large(entry):
             failed[name] = "left out: would keep all scores"
             continue
-        function = runner(tensors, options, name, entry["backward"])
+        function = runner(following, options, name, entry["backward"])
         try:
             if warmed(function) > 400:
                 failed[name] = "left out: over 400 ms"
@@ -128,65 +159,124 @@ def measured(entry: dict, seconds: float, without: set[str]) -> dict:
         except Exception as error:
             failed[name] = f"{type(error).__name__}: {error}".splitlines()[0][:300]
             torch.cuda.synchronize()
+    if chosen in functions:
+        functions["auto"] = runner(following, options, None, entry["backward"])
+        warmed(functions["auto"])
     times = interleaved(functions, seconds) if functions else {}
-    chosen = selection.chosen.name if selection.chosen else None
-    regret = times[chosen] / min(times.values()) if chosen in times else None
-    return {**entry, "chosen": chosen, "times": times, "failed": failed, "regret": regret, "emulations": list(selection.emulations)}
+    auto = times.pop("auto", None)
+    best = min(times.values(), default=None)
+    return {
+        **entry, "chosen": chosen, "times": times, "auto": auto, "failed": failed, "emulations": list(selection.emulations),
+        "regret": None if auto is None else auto / min(auto, best), "regret_by_columns": times[chosen] / best if chosen in times else None,
+    }  # fmt: skip
+
+
+# ---------------------------------------------------------------------- the page
+
+
+def title_of(r: dict) -> str:
+    dtype = {"bfloat16": "bf16", "float16": "fp16"}[r["dtype"]]
+    keys = f"k{r['keys']}{'+' if r['grows'] else ''}"
+    return f"{r['kind']} b{r['batch']} q{r['queries']} {keys} h{r['heads']}/{r['key_heads']} d{r['dim']} {dtype}"
 
 
 def table(results: list[dict]) -> str:
-    names = sorted({n for r in results for n in r["times"]})
-    lines = ["| call | " + " | ".join(names) + " | chosen | regret |", "|---" * (len(names) + 3) + "|"]
-    for r in results:
-        title = f"{r['kind']} b{r['batch']} q{r['queries']} k{r['keys']} h{r['heads']}/{r['key_heads']} d{r['dim']} {r['dtype']}"
-        best = min(r["times"].values(), default=math.nan)
+    """A row for each call; backends stand in the order of how often they are the fastest."""
+    best = [min(r["times"].values(), default=math.nan) for r in results]
+    wins = {n: sum(r["times"].get(n) == least for r, least in zip(results, best)) for r in results for n in r["times"]}
+    names = sorted(wins, key=lambda n: (-wins[n], n))
+    lines = ["| call | " + " | ".join(names) + " | auto | chosen | regret |", "|---" * (len(names) + 4) + "|"]
+    for r, least in zip(results, best):
         cells = [
-            ("-" if n not in r["times"] else f"**{r['times'][n]:.3f}**" if r["times"][n] == best else f"{r['times'][n]:.3f}") for n in names
+            "-" if n not in r["times"] else f"**{r['times'][n]:.3f}**" if r["times"][n] == least else f"{r['times'][n]:.3f}" for n in names
         ]
-        regret = "-" if r["regret"] is None else f"{r['regret']:.3f}"
-        lines.append(f"| {title} | " + " | ".join(cells) + f" | {r['chosen']} | {regret} |")
+        auto, regret = ("-", "-") if r["auto"] is None else (f"{r['auto']:.3f}", f"{r['regret']:.2f}")
+        lines.append(f"| {title_of(r)} | " + " | ".join(cells) + f" | {auto} | {r['chosen']} | {regret} |")
     return "\n".join(lines)
 
 
+def mean(regrets: list[float]) -> float:
+    return math.exp(sum(map(math.log, regrets)) / len(regrets)) if regrets else math.nan
+
+
+def summary(results: list[dict]) -> dict:
+    """Geometric means and the worst of the regret, measured and computed from the columns, and the mean of each kind of call."""
+    known = [r for r in results if r["regret"]]
+    kinds = dict.fromkeys(r["kind"] for r in known)
+    return {
+        "calls": len(known),
+        "mean": mean([r["regret"] for r in known]),
+        "worst": max((r["regret"] for r in known), default=math.nan),
+        "worst_call": title_of(max(known, key=lambda r: r["regret"])) if known else None,
+        "mean_by_columns": mean([r["regret_by_columns"] for r in known]),
+        "worst_by_columns": max((r["regret_by_columns"] for r in known), default=math.nan),
+        "kinds": {kind: mean([r["regret"] for r in known if r["kind"] == kind]) for kind in kinds},
+    }
+
+
+def versions() -> str:
+    cudnn = torch.backends.cudnn.version() or 0
+    found = [f"torch {torch.__version__}", f"cuDNN {cudnn // 10000}.{cudnn // 100 % 100}"]
+    for package in ("flash-attn", "flash-attn-3", "flash-attn-4", "xformers"):
+        try:
+            found.append(f"{package} {importlib.metadata.version(package)}")
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return ", ".join(found)
+
+
+def page(results: list[dict], without: str) -> str:
+    s = summary(results)
+    over = [f"{kind} {regret:.3f}" for kind, regret in s["kinds"].items() if regret >= 1.005]
+    return f"""# The automatic order on CUDA
+
+Made by `python benchmarks/order.py --without {without}` on one {torch.cuda.get_device_name()} with {versions()},
+{datetime.date.today()}: milliseconds on the card, medians of interleaved calls. "-" is not able, or not claimed. A row repeats one call. Where its
+keys have a plus, it does not: each call sees one key more than the call before it, as those of a growing cache do. A kernel that makes a plan
+for every new shape then makes one for every call. Rows with lengths are what a static cache does: one shape, however many tokens it holds.
+
+"auto" is the automatic choice, by the rule in `attnreg/kernels/order.py`, timed in the same run as a column of its own, and regret its time over the
+best of the row. Over {s["calls"]} calls its geometric mean is {s["mean"]:.3f}, the worst {s["worst"]:.2f} ({s["worst_call"]}). Computed from the chosen backend's
+column instead, without the noise between two columns of one kernel: {s["mean_by_columns"]:.3f}, worst {s["worst_by_columns"]:.2f}. Kinds of calls that lose half a per cent or more:
+{", ".join(over) or "none"}.
+
+{table(results)}
+"""
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", default=".", help="folder for order.json and order.md")
-    parser.add_argument("--seconds", type=float, default=240.0, help="about how long the measuring may take, compilation not counted")
+    parser.add_argument("--seconds", type=float, default=170.0, help="about how long it may take; five rounds a call are made in any case")
     parser.add_argument("--without", default="reference", help="backends to leave out, with commas between")
     parser.add_argument("--only", default="", help="only calls whose kind contains this")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("benchmarks/order.py needs a CUDA card")
     entries = [e for e in grid() if arguments.only in e["kind"]]
-    share = arguments.seconds / len(entries)
     results, start = [], time.perf_counter()
     folder = pathlib.Path(arguments.out)
     folder.mkdir(parents=True, exist_ok=True)
     for number, entry in enumerate(entries):
-        results.append(measured(entry, share * 0.7, set(arguments.without.split(","))))
+        left = arguments.seconds - (time.perf_counter() - start)
+        results.append(measured(entry, max(left, 0.0) / (len(entries) - number) * 0.7, set(arguments.without.split(","))))
         r = results[-1]
+        regret = None if r["regret"] is None else round(r["regret"], 3)
         print(
             f"{number + 1}/{len(entries)} {time.perf_counter() - start:.0f} s",
-            r["kind"],
+            title_of(r),
             r["chosen"],
-            r["regret"],
+            regret,
             r["times"],
             r["failed"],
             flush=True,
         )
         torch.cuda.empty_cache()
         # Written as it goes, so that an interrupted run leaves what it has measured.
-        regrets = [r["regret"] for r in results if r["regret"]]
-        mean = math.exp(sum(map(math.log, regrets)) / len(regrets)) if regrets else math.nan
-        head = {
-            "card": torch.cuda.get_device_name(), "torch": torch.__version__, "attnreg": attnreg.__version__, "calls": len(results),
-            "regret_geometric_mean": mean, "regret_worst": max(regrets, default=math.nan),
-        }  # fmt: skip
+        head = {"card": torch.cuda.get_device_name(), "torch": torch.__version__, "attnreg": attnreg.__version__, **summary(results)}
         (folder / "order.json").write_text(json.dumps({**head, "results": results}, indent=1))
-        title = f"{head['card']}, torch {head['torch']}, attnreg {head['attnreg']}: milliseconds, medians. "
-        title += f"Regret of the automatic choice over {len(regrets)} calls: geometric mean {mean:.4f}, worst {head['regret_worst']:.3f}."
-        (folder / "order.md").write_text(f"{title}\n\n{table(results)}\n")
-    print(title)
+        (folder / "order.md").write_text(page(results, arguments.without))
+    print({name: value for name, value in head.items() if name != "results"})
 
 
 if __name__ == "__main__":

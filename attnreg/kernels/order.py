@@ -1,8 +1,8 @@
 """The automatic order on CUDA, as measured on an H200 (docs/order.md, made by benchmarks/order.py): for each kind of call, fastest first.
 
 A backend's rank is its place in the line of the call's kind. Those of other cards are taken to be alike until somebody measures them.
-One thing the table of repeated calls does not show: cuDNN makes a plan for every new shape, which takes tens of milliseconds, and keys that
-grow by one a step are a new shape each. So a lone query goes to cuDNN only where lengths stand beside a buffer of one size.
+cuDNN makes a plan for every new shape, which takes tens of milliseconds, and keys that grow by one a step are a new shape each. So a lone
+query goes to cuDNN only where lengths stand beside a buffer of one size.
 """
 
 from __future__ import annotations
