@@ -61,6 +61,29 @@ def test_crop_reset_and_copies_leave_each_other_alone(model):
     torch.testing.assert_close(logits(past, IDS), first)
 
 
+def test_a_cache_goes_from_one_mode_into_another(model):
+    """Tensors made under inference_mode can't be written outside; those that need a gradient are not written in place."""
+    with torch.no_grad():
+        wanted = model(IDS).logits
+    past = cache(model)
+    with torch.inference_mode():
+        model(IDS[:, :2], past_key_values=past)
+    with torch.no_grad():
+        model(IDS[:, 2:3], past_key_values=past)
+    third = model(IDS[:, 3:4], past_key_values=past).logits
+    last = model(IDS[:, 4:], past_key_values=past).logits
+    torch.testing.assert_close(torch.cat([third, last], 1), wanted[:, 3:])
+    model.zero_grad()
+    (third.sum() + last.sum()).backward()
+    found = model.model.layers[0].self_attn.k_proj.weight.grad.clone()
+    with torch.no_grad():
+        theirs = model(IDS[:, :3]).past_key_values
+    model.zero_grad()
+    (model(IDS[:, 3:4], past_key_values=theirs).logits.sum() + model(IDS[:, 4:], past_key_values=theirs).logits.sum()).backward()
+    torch.testing.assert_close(found, model.model.layers[0].self_attn.k_proj.weight.grad)
+    model.zero_grad()
+
+
 def test_sliding_layers_stay_as_transformers_makes_them():
     config = transformers.MistralConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4, sliding_window=4)
     made = cache(transformers.MistralForCausalLM(config))
