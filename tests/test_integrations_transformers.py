@@ -1,6 +1,7 @@
 """transformers' families on attnreg: random small weights built from a config, fp32, against the host's eager attention."""
 
 import copy
+import inspect
 import re
 import warnings
 from pathlib import Path
@@ -195,8 +196,9 @@ def with_images(side: str):
     rows = [[0] * (longest - len(row)) + row if side == "left" else row + [0] * (longest - len(row)) for row in rows]
     ids = torch.tensor(rows)
     inputs = {"input_ids": ids, "attention_mask": (ids != 0).long(), "pixel_values": torch.randn(int(grid.prod(1).sum()), 3 * 2 * 4 * 4)}
-    # transformers 5 is told by kinds of tokens where the images are; before, it looked for their ids.
-    return {**inputs, "image_grid_thw": grid, **({"mm_token_type_ids": (ids == 5).int()} if VERSION >= (5,) else {})}
+    # Newer versions are told by kinds of tokens where the images are; others look for their ids.
+    kinds = "mm_token_type_ids" in inspect.signature(transformers.Qwen2VLForConditionalGeneration.forward).parameters
+    return {**inputs, "image_grid_thw": grid, **({"mm_token_type_ids": (ids == 5).int()} if kinds else {})}
 
 
 OTHERS = {

@@ -73,7 +73,7 @@ class HostMask:
     def look(self) -> None:
         """Leaves the padding mask away where it hides nothing. Once a forward, as transformers' own masks do it, and what is found stays known
         of the mask, so that no layer looks again. While the compiler traces or a graph is captured there is nothing to see."""
-        if torch.compiler.is_compiling() or self._looked or self.key_mask is None or not _readable(self.key_mask):
+        if self.key_mask is None or self._looked or torch.compiler.is_compiling() or not _readable(self.key_mask):
             return
         self._looked = True
         if all(n == self.key_mask.shape[1] for n in packing.Padding.from_mask(self.key_mask).host_lengths):
