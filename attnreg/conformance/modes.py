@@ -16,7 +16,7 @@ from ..policy import using
 from ..spec import AttentionSpec, Feature
 from . import numerics
 from .cases import Case
-from .strategies import head_dims
+from .strategies import head_dims, page_shapes
 from .tensors import Result, arrange, canonical, checked, values
 from .trial import Tally, attend, compare, fitted, same_bits
 
@@ -30,6 +30,11 @@ def checks_for(backend: Backend, device: str, dtypes, compiler: str) -> list[tup
     claimed = backend.claims.features
     on = functools.partial(_plain_cases, backend, device, dtypes)
     found = [("public_call", functools.partial(public_call, backend, on))]
+    if Feature.PAGED in claimed:
+        size, dim = page_shapes(backend.claims, device, dtypes[0], head_dims(backend.claims, "small"))[0]
+        one_query = {"query_length": 1, "query_mask": None, "key_mask": None}
+        paged = {"page_size": size, "key_length": 2 * size + 3, "key_lengths": True, "head_dim": dim, "value_dim": dim, **one_query}
+        found.append(("public_call[paged]", functools.partial(public_call, backend, functools.partial(on, **paged))))
     if Feature.DROPOUT in claimed:
         found.append(("dropout", functools.partial(dropout, backend, device, dtypes)))
     for feature in (Feature.COMPILE, Feature.CAPTURE, Feature.DROPOUT, Feature.BATCH_INVARIANT):
