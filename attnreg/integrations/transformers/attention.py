@@ -104,6 +104,7 @@ def attention_function(backend: policy.Names | None) -> Callable[..., Result]:
             "layer": layer_of(module) if policy.process.layers else None,
         }
         width = key.shape[2]
+        segments = _segments(attention_mask, cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
         if isinstance(attention_mask, HostMask):
             key, value = _from_host_mask(attention_mask, key, value, sliding_window, options)
         elif attention_mask is None:
@@ -125,7 +126,6 @@ def attention_function(backend: policy.Names | None) -> Callable[..., Result]:
         if position_bias is not None:
             position_bias = position_bias[..., : key.shape[2]]
             options["bias"] = position_bias if options.get("bias") is None else position_bias + options["bias"]
-        segments = _segments(attention_mask, cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
         if segments is not None:
             query, key, value = _in_one_row(query, key, value, options, segments)
 
@@ -149,6 +149,7 @@ def _from_host_mask(
         raise ValueError(f"attention_mask: made for {mask.key_length} keys, but the layer hands over {key.shape[2]}")
     options["causal"] = mask.causal
     options["window"] = mask.window or _window(sliding_window, mask.causal)
+    mask.look()
     options["key_mask"], options["query_mask"] = mask.key_mask, mask.query_mask
     if not mask.causal:
         return key, value

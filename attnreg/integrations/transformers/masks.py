@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from transformers import masking_utils
 
+from ... import packing
+
 Offset = int | torch.Tensor
 
 
@@ -49,6 +51,7 @@ class HostMask:
         self.batch, self.query_length, self.key_length = batch, query_length, key_length
         self.query_slot = query_slot
         self.key_mask, self.query_mask = key_mask, query_mask
+        self._looked = False
         self._segments: tuple[torch.Tensor, int] | None = None
 
     @property
@@ -66,6 +69,15 @@ class HostMask:
             moved.query_mask = moved.key_mask
         moved._segments = None
         return moved
+
+    def look(self) -> None:
+        """Leaves the padding mask away where it hides nothing. Once a forward, as transformers' own masks do it, and what is found stays known
+        of the mask, so that no layer looks again. While the compiler traces or a graph is captured there is nothing to see."""
+        if torch.compiler.is_compiling() or self._looked or self.key_mask is None or not _readable(self.key_mask):
+            return
+        self._looked = True
+        if all(n == self.key_mask.shape[1] for n in packing.Padding.from_mask(self.key_mask).host_lengths):
+            self.key_mask = self.query_mask = None
 
     def segments(self) -> tuple[torch.Tensor, int]:
         """The documents of all rows, laid one behind the other: cu_seqlens and the longest. Two copies to the host, once a forward."""
@@ -142,7 +154,7 @@ def host_mask(
             raise ValueError(
                 f"attention_mask: one column for every token so far, past and new, {q_offset + q_length} in all; got {attention_mask.shape[1]}"
             )
-        key_mask = _columns(attention_mask, kv_offset, keys)
+        key_mask = _lasting(_columns(attention_mask, kv_offset, keys))
         same_tokens = pattern.causal or not _may_cross(others.get("config"))
         if same_tokens and not isinstance(slot, torch.Tensor) and slot == 0 and q_length == keys:
             query_mask = key_mask
@@ -205,6 +217,19 @@ def _columns(attention_mask: torch.Tensor, start: int, count: int) -> torch.Tens
     if missing > 0:
         attention_mask = torch.nn.functional.pad(attention_mask, (0, missing))
     return attention_mask if start == 0 and missing >= 0 else attention_mask[:, start : start + count]
+
+
+def _lasting(mask: torch.Tensor) -> torch.Tensor:
+    """The mask as a tensor that is looked at once, not in each layer: one made under inference_mode counts no versions, so what was found in
+    it can't be remembered."""
+    if torch.compiler.is_compiling() or not mask.is_inference():
+        return mask
+    with torch.inference_mode(False):
+        return mask.clone()
+
+
+def _readable(mask: torch.Tensor) -> bool:
+    return mask.device.type != "meta" and not (mask.device.type == "cuda" and torch.cuda.is_current_stream_capturing())
 
 
 def _may_cross(config: Any) -> bool:
