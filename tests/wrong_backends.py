@@ -385,6 +385,22 @@ def gradient_of_key_one_percent_off(call):
     return run_reference(call.replaced(key=_Doubled.apply(call.key)))
 
 
+class _Constant(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, tensor):
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        # As kernels whose backward runs outside autograd.
+        return gradient.detach()
+
+
+@wrong("second_derivative")
+def gradient_is_a_constant(call):
+    return run_reference(call.replaced(query=_Constant.apply(call.query)))
+
+
 @wrong("equals_reference[bias_gradient]")
 def bias_gets_no_gradient(call):
     return run_reference(call if call.bias is None else call.replaced(bias=call.bias.detach()))
