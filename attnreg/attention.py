@@ -7,6 +7,7 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.autograd import forward_ad
 
 from . import arrays, plans, policy, registry
 from .backend import Output
@@ -135,7 +136,7 @@ def attention(
             asked = (
                 causal, window, softcap, scale, dropout_p, finite_padding, layout, n_heads, n_kv_heads, return_lse, max_seqlens, backend,
                 layer, deterministic, _deterministic(), _grad_enabled(), scope, query.is_cuda and on_device(query, key, value),
-                cache and type(cache), options and tuple(map(signature_of, options.values())),
+                cache and type(cache), options and tuple(map(signature_of, options.values())), forward_ad._current_level,
             )  # fmt: skip
             # The layers of a model repeat one call, which is found by comparing alone.
             plan = remembered.get(plans.LATEST)
@@ -157,10 +158,10 @@ def attention(
             return arrays.attend(attention, _arguments(locals()))
         call = _checked(locals())
         selection = choose(call, backend, layer, scope)
-        if asked is not None and call.repeatable:
+        if asked is not None and call.repeatable and asked[-1] < 0:  # which tensors are dual, no guard sees
             if options is not None:  # paddings may be known by now
                 options = plans.optional(query_mask, key_mask, mask, bias, alibi_slopes, sinks)
-                asked = (*asked[:-1], tuple(map(signature_of, options.values())))
+                asked = (*asked[:-2], tuple(map(signature_of, options.values())), asked[-1])
             plans.remember(remembered, asked, query, key, value, call, selection)
         _last.selection = selection
         function = run if cache is None else run_appending

@@ -13,6 +13,7 @@ from . import packing, policy
 from .backend import Output
 from .cache.protocol import Step
 from .call import AttentionCall
+from .checks.tensors import wrapped
 from .select import Selection
 from .spec import AttentionSpec
 
@@ -72,7 +73,7 @@ def signature_of(given: torch.Tensor | packing.Padding | None) -> Any:
         return None
     if isinstance(given, packing.Padding):
         return weakref.ref(given)  # equal while the padding lives, and to nothing afterwards
-    return given.shape, given.dtype, given.device, given.requires_grad
+    return given.shape, given.dtype, given.device, given.requires_grad, wrapped(given)
 
 
 def on_device(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple:
@@ -136,7 +137,7 @@ def _fits(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Callab
 
     def facts(*tensors: torch.Tensor) -> list:
         autocast = torch._C._is_any_autocast_enabled()
-        return [(type(t), t.shape, t.stride(), t.dtype, t.device, t.requires_grad, t.is_inference(), autocast) for t in tensors]
+        return [(wrapped(t), type(t), t.shape, t.stride(), t.dtype, t.device, t.requires_grad, t.is_inference(), autocast) for t in tensors]
 
     was = facts(query, key, value)
     return lambda *tensors: facts(*tensors) == was

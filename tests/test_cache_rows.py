@@ -155,6 +155,16 @@ def test_row_17_layouts_are_views(layout, turn):
 
 
 @ALL
+def test_row_17_flat_queries_read_without_appending(kind):
+    query, key, value = tensors()
+    cache = caches()[kind]
+    attention(query, key, value, cache=cache[0], causal=True, window=(16, None))
+    expected = attention(query, cache=cache[0], causal=True, window=(16, None))
+    out = attention(query.flatten(2), cache=cache[0], causal=True, window=(16, None), n_heads=query.shape[2], n_kv_heads=key.shape[2])
+    torch.testing.assert_close(out, expected.flatten(2), rtol=0, atol=0)
+
+
+@ALL
 def test_row_19_a_chunk_after_a_past_is_causal(kind):
     query, key, value = tensors(size=8)
     torch.testing.assert_close(

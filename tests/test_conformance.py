@@ -6,14 +6,19 @@ import sys
 
 import hypothesis
 import pytest
+import torch
+from wrong_backends import paged
 
 import attnreg
-from attnreg.conformance import Profile, conformance_suite, reproduce, run_checks
+from attnreg.conformance import PROFILES, Profile, conformance_suite, reproduce, run_checks
 from attnreg.conformance.cases import Case
 from attnreg.conformance.strategies import cases
+from attnreg.conformance.suite import checks_for, run_check
+from attnreg.conformance.trial import Tally
 
 TestReference = conformance_suite("reference", devices=("cpu",))
 TestSdpa = conformance_suite("sdpa", devices=("cpu",))
+TestPaged = conformance_suite(paged)
 
 
 def test_a_printed_case_reads_back():
@@ -25,6 +30,18 @@ def test_a_printed_case_reads_back():
     same()
     with pytest.raises(ValueError, match="words like batch=2"):
         Case.read("batches=2")
+
+
+def test_paged_draws_reach_what_goes_wrong_in_pages():
+    (check,) = [c for c in checks_for(paged, "cpu", (torch.float32,), PROFILES["ci"]) if c.name == "equals_reference[paged]"]
+    drawn = []
+    body = lambda backend, case, tally: drawn.append(case)
+    assert run_check(paged, check._replace(body=body), PROFILES["ci"], Tally()).result == "passed"
+    assert all(case.page_size % 4 == 0 for case in drawn), "sizes that the backend's rule refuses"
+    several = [case for case in drawn if case.key_length > case.page_size and case.batch > 1 and case.key_lengths]
+    assert {case.query_length > 1 for case in several} == {True, False} and len(several) >= 6
+    for name in ("causal", "window", "softcap", "lse"):
+        assert any(getattr(case, name) for case in drawn), name
 
 
 def test_reproduce_repeats_an_example():

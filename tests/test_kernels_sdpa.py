@@ -92,3 +92,25 @@ def test_the_kernel_on_cuda_is_known_without_one():
     masked = attnreg.explain_spec(spec._replace(key_mask="any"), "sdpa")
     assert plain.notes[0] == "torch's flash kernel" and not plain.emulations
     assert masked.notes[0] == "torch's efficient kernel" and "grouped_heads: repeats key and value heads" in masked.emulations
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("fill", [-1e20, 1e30, "min"])
+@pytest.mark.parametrize("learned", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+def test_gradients_of_rows_whose_bias_is_a_huge_number(dtype, fill, learned, causal):
+    """Only -inf means "not seen": a row of one huge number weighs its slots alike, and so do its gradients."""
+    random = torch.Generator().manual_seed(0)
+    query, key, value, output_gradient = (torch.randn(2, 9, 2, 8, generator=random).to(dtype) for _ in range(4))
+    # By the slot alone, as a padding mask in numbers: the first rows of a causal call see nothing else.
+    bias = torch.zeros(2, 1, 1, 9, dtype=dtype)
+    bias[0, ..., :4] = bias[1] = torch.finfo(dtype).min if fill == "min" else fill
+    found = {}
+    for backend in ("sdpa", "reference"):
+        leaves = [t.clone().requires_grad_() for t in (query, key, value)] + [bias.clone().requires_grad_(learned)]
+        output = attnreg.attention(*leaves[:3], bias=leaves[3], causal=causal, backend=backend)
+        wanted = leaves if learned else leaves[:3]
+        found[backend] = [output.detach(), *torch.autograd.grad(output, wanted, output_gradient)]
+    near = {torch.float32: 2e-6, torch.bfloat16: 0.1, torch.float64: 1e-12}[dtype]
+    for got, expected in zip(found["sdpa"], found["reference"]):
+        torch.testing.assert_close(got, expected, rtol=near, atol=near)

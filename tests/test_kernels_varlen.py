@@ -221,8 +221,9 @@ def test_the_installed_signature_is_understood():
 
 
 def test_a_torch_without_it_or_without_cuda_is_a_reason(monkeypatch):
-    if torch.version.cuda is None:
-        assert "without CUDA" in module._missing().supported
     monkeypatch.setattr(module._Found, "kernel", None)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert "without CUDA" in module._missing().supported and module.find() is None
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(module.importlib, "import_module", lambda name: (_ for _ in ()).throw(ImportError(name)))
     assert module._missing().what == "missing" and "torch >= 2.10" in module._missing().remedy

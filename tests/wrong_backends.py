@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import NamedTuple
@@ -384,6 +385,22 @@ def gradient_of_key_one_percent_off(call):
     return run_reference(call.replaced(key=_Doubled.apply(call.key)))
 
 
+class _Constant(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, tensor):
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        # As kernels whose backward runs outside autograd.
+        return gradient.detach()
+
+
+@wrong("second_derivative")
+def gradient_is_a_constant(call):
+    return run_reference(call.replaced(query=_Constant.apply(call.query)))
+
+
 @wrong("equals_reference[bias_gradient]")
 def bias_gets_no_gradient(call):
     return run_reference(call if call.bias is None else call.replaced(bias=call.bias.detach()))
@@ -529,3 +546,96 @@ WRONG["claims_batch_invariance_and_depends_on_the_batch"] = Wrong(
     ),
     "batch_invariant",
 )
+
+
+# ---------------------------------------------------------------------- pages
+
+
+def pages_of_four(spec):
+    if spec.page_size % 4:
+        return Reason("paged", f"pages of {spec.page_size} slots", "pages of a multiple of 4 slots")
+    if spec.page_size and spec.gradients:
+        return Reason("paged", "with gradients", "inference")
+    return None
+
+
+def paged_backend(name, places):
+    """Reads pages itself: `places(call, slots)` are the page and the place in it, (B, Sk) each, of the slots (Sk,) of every row."""
+
+    def run(call):
+        if call.pages is None:
+            return run_reference(call)
+        pages = call.pages
+        page, place = places(call, torch.arange(call.key_length))
+        key, value = (pool[page, place].transpose(1, 2) for pool in (pages.keys, pages.values))
+        return run_reference(call.replaced(key=key, value=value, pages=None))
+
+    asked = (Feature.CAUSAL, Feature.UNEQUAL_LENGTHS, Feature.WINDOW, Feature.KEY_LENGTHS, Feature.PAGED, Feature.SOFTCAP, Feature.LSE)
+    more = (Feature.SCALE, Feature.GROUPED_HEADS, Feature.VALUE_DIM, Feature.BACKWARD)
+    claims = Capabilities(features=dict.fromkeys(asked + more, NATIVE), rules=(pages_of_four,))
+    return Backend(name=name, run=run, capabilities=claims, layout="bhsd")
+
+
+def by_table(call, slots, size=None):
+    size = call.pages.keys.shape[1] if size is None else size
+    return call.pages.block_table[:, slots // size].long(), (slots % size).expand(call.batch, -1)
+
+
+def _table_ignored(call, slots):
+    # Row after row, as in a cache that was filled once.
+    size = call.pages.keys.shape[1]
+    width = call.pages.block_table.shape[1]
+    return (1 + width * torch.arange(call.batch)[:, None] + slots // size) % call.pages.keys.shape[0], (slots % size).expand(call.batch, -1)
+
+
+def _table_without_strides(call, slots):
+    table = call.pages.block_table
+    dense = table.as_strided(table.shape, (table.shape[1], 1))
+    return by_table(call.replaced(pages=call.pages._replace(block_table=dense)), slots)
+
+
+def _sizes_of_four(call, slots):
+    page, place = by_table(call, slots.clamp(max=4 * call.pages.block_table.shape[1] - 1), 4)
+    return page, place
+
+
+def _one_length_for_all(run):
+    def wrong(call):
+        longest = None if call.key_lengths is None else call.key_lengths.amax().expand(call.batch)
+        return run(call if call.pages is None else call.replaced(key_lengths=longest))
+
+    return wrong
+
+
+def _whole_pages(run):
+    def wrong(call):
+        if call.pages is None or call.key_lengths is None:
+            return run(call)
+        size = call.pages.keys.shape[1]
+        moved = ((call.key_lengths + size - 1) // size * size).clamp(max=call.key_length)
+        return run(call.replaced(key_lengths=moved))
+
+    return wrong
+
+
+def _changing_pages(run):
+    def wrong(call):
+        if call.pages is not None:
+            call.pages.keys[0] += 1.0
+        return run(call)
+
+    return wrong
+
+
+paged = paged_backend("paged", by_table)
+"""The right one."""
+
+for _backend in (
+    paged_backend("table_ignored", _table_ignored),
+    paged_backend("table_without_strides", _table_without_strides),
+    paged_backend("page_size_misread", _sizes_of_four),
+    dataclasses.replace(paged, name="reads_past_the_length", run=_whole_pages(paged.run)),
+    dataclasses.replace(paged, name="length_of_longest_row", run=_one_length_for_all(paged.run)),
+    dataclasses.replace(paged, name="writes_into_the_pages", run=_changing_pages(paged.run)),
+):
+    WRONG[_backend.name] = Wrong(_backend, "equals_reference[paged]")

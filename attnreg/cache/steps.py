@@ -47,6 +47,8 @@ def take_step(
         query = call.query
     else:
         check_tensor("query", query)
+        if query.dim() == 3 and n_heads is not None:
+            query, call.shape_given = query.unflatten(2, (n_heads, -1)), "flat"
         step = cache.prepare(None, None, None, window, mask)
     call.see(cache, step)
     if step.pages is not None and (query.dtype != step.pages.keys.dtype or query.shape[-1] != step.pages.keys.shape[-1]):
@@ -55,8 +57,6 @@ def take_step(
             f"got {query.dtype} and {query.shape[-1]}"
         )
     if call.query is None:
-        if query.dim() == 3 and n_heads is not None:
-            query, call.shape_given = query.unflatten(2, (n_heads, -1)), "flat"
         take_tensors(call, query, call.key, call.value, None, None, packed=False)
     check_sizes(call, n_heads, n_kv_heads)
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.autograd import forward_ad
 
 if TYPE_CHECKING:
     from ..call import AttentionCall
 
+wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+"""Whether a tensor belongs to a transform of torch.func: vmap, grad, vjp, jvp."""
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -119,6 +122,28 @@ def check_tensor(name: str, given: Any) -> None:
         raise TypeError(f"{name}: a dense tensor, got layout {given.layout}; use to_dense()")
     if type(given).__name__ == "DTensor":
         raise TypeError(f"{name}: a local tensor; distributed tensors are not taken: use to_local() or local_map")
+    if not torch.compiler.is_compiling() and (wrapped(given) or forward_ad._current_level >= 0):
+        _refuse_transforms(name, given)
+
+
+def _refuse_transforms(name: str, tensor: torch.Tensor) -> None:
+    """What few kernels take. Backward mode, by torch.func.grad and vjp too, is that of the kernel."""
+    functorch = torch._C._functorch
+    forward = {i.level() for i in functorch.get_interpreter_stack() or () if i.key() == functorch.TransformType.Jvp}
+    while True:
+        if functorch.is_batchedtensor(tensor):
+            raise TypeError(
+                f"{name}: an ordinary tensor; torch.func.vmap (torch.vmap) is not taken: fold the mapped dimension into the batch, or loop"
+            )
+        dual = forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None
+        if dual or functorch.maybe_get_level(tensor) in forward:
+            raise TypeError(
+                f"{name}: a tensor without a tangent; forward-mode derivatives (torch.func.jvp, torch.autograd.forward_ad) are not taken: use "
+                "backward mode, torch.func.vjp or torch.autograd.grad"
+            )
+        if not wrapped(tensor) or functorch.is_functionaltensor(tensor):
+            return
+        tensor = functorch.get_unwrapped(tensor)
 
 
 def check_device(call: AttentionCall, name: str, tensor: torch.Tensor) -> None:

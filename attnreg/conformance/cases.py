@@ -53,6 +53,8 @@ class Case:
     key_lengths: bool = False
     query_lengths: bool = False
     key_starts: bool = False
+    page_size: int = 0
+    """Slots in a page of a cache that is read; 0 means that key and value are given. Lengths of keys are then the cache's."""
     listed: bool = False
     """Lengths and starts are lists of numbers, not tensors."""
     segments: int = 0
@@ -126,6 +128,7 @@ _NEUTRAL: dict[Feature, dict[str, Any]] = {
     Feature.QUERY_LENGTHS: {"query_lengths": False},
     Feature.KEY_STARTS: {"key_starts": False},
     Feature.PACKED: {"segments": 0, "tail": 0, "same_segments": False, "max_seqlens": False, "form": "bshd"},
+    Feature.PAGED: {"page_size": 0},
     Feature.ALIBI: {"alibi": None},
     Feature.SOFTCAP: {"softcap": None},
     Feature.SINKS: {"sinks": False},

@@ -19,6 +19,8 @@ def equals_reference(backend: Backend, case: Case, tally: Tally) -> None:
     given = values(case)
     arguments, _ = arrange(case, given)
     tensors = {name: t for name, t in arguments.items() if isinstance(t, torch.Tensor)}
+    if case.page_size:
+        tensors.update(zip(("pages of keys", "pages of values", "block table", "lengths"), arguments["cache"].tensors))
     before = {name: t.detach().clone() for name, t in tensors.items()}
     attend(backend, arguments)
     for name, tensor in tensors.items():

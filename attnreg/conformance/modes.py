@@ -12,11 +12,12 @@ import torch
 from .. import registry
 from ..attention import attention, explain_spec
 from ..backend import Backend
+from ..kernels.reference import reference
 from ..policy import using
 from ..spec import AttentionSpec, Feature
 from . import numerics
 from .cases import Case
-from .strategies import head_dims
+from .strategies import head_dims, page_shapes
 from .tensors import Result, arrange, canonical, checked, values
 from .trial import Tally, attend, compare, fitted, same_bits
 
@@ -30,6 +31,11 @@ def checks_for(backend: Backend, device: str, dtypes, compiler: str) -> list[tup
     claimed = backend.claims.features
     on = functools.partial(_plain_cases, backend, device, dtypes)
     found = [("public_call", functools.partial(public_call, backend, on))]
+    if Feature.PAGED in claimed:
+        size, dim = page_shapes(backend.claims, device, dtypes[0], head_dims(backend.claims, "small"))[0]
+        one_query = {"query_length": 1, "query_mask": None, "key_mask": None}
+        paged = {"page_size": size, "key_length": 2 * size + 3, "key_lengths": True, "head_dim": dim, "value_dim": dim, **one_query}
+        found.append(("public_call[paged]", functools.partial(public_call, backend, lambda: [c for c in on(**paged) if c.page_size])))
     if Feature.DROPOUT in claimed:
         found.append(("dropout", functools.partial(dropout, backend, device, dtypes)))
     for feature in (Feature.COMPILE, Feature.CAPTURE, Feature.DROPOUT, Feature.BATCH_INVARIANT):
@@ -37,6 +43,8 @@ def checks_for(backend: Backend, device: str, dtypes, compiler: str) -> list[tup
             found.append((f"refuses[{feature}]", functools.partial(refuses, backend, feature, on)))
     if Feature.COMPILE in claimed:
         found.append(("compiles", functools.partial(compiles, backend, on, compiler)))
+    if Feature.BACKWARD in claimed:
+        found.append(("second_derivative", functools.partial(second_derivative, backend, on)))
     if Feature.LSE in claimed and Feature.LSE_GRADIENT not in claimed:
         found.append(("lse_is_detached", functools.partial(lse_is_detached, backend, on)))
     if device == "cuda":
@@ -80,8 +88,10 @@ def present(backend: Backend) -> Iterator[None]:
 
 def public_call(backend: Backend, plain_cases, tally: Tally) -> None:
     """`attnreg.attention(..., backend=name)`, new and repeated with other numbers, gives what the backend gives."""
+    cases = plain_cases()
+    assert cases, "refuses every plain call"
     with present(backend):
-        for case in plain_cases():
+        for case in cases:
             for seed in (1, 2, 3):
                 given = values(case.replace(seed=seed))
                 arguments, _ = arrange(case, given)
@@ -179,6 +189,28 @@ def lse_is_detached(backend: Backend, plain_cases, tally: Tally) -> None:
         if case.lse:
             _, lse = attend(backend, arrange(case, values(case))[0])
             assert not lse.requires_grad, "lse requires a gradient, but lse_gradient is not claimed"
+
+
+def second_derivative(backend: Backend, plain_cases, tally: Tally) -> None:
+    """A loss of the output and of its gradient: right, or an error. Never as if the gradient were a constant."""
+    case = next((case for case in plain_cases(gradients=("query",)) if case.gradients), None)
+    assert case is not None, "claims backward, but refuses it for every plain call"
+    given = values(case)
+
+    def twice(backend: Backend, dtype: torch.dtype | None = None) -> torch.Tensor:
+        arguments, leaves = arrange(case, given, dtype)
+        output = attend(backend, arguments)
+        (first,) = torch.autograd.grad(output.pow(2).sum(), leaves["query"], create_graph=True)
+        return torch.autograd.grad(output.sum() + first.pow(2).sum(), leaves["query"])[0]
+
+    try:
+        got = twice(backend)
+    except RuntimeError:  # NotImplementedError is one too
+        return
+    right = twice(reference, torch.float64)
+    error, allowed = numerics.largest_difference(got, right), 0.1 * numerics.largest(right)
+    how = "no second derivative, and no error: mark its backward with torch.autograd.function.once_differentiable"
+    assert error <= allowed, f"gradient of a loss of a gradient: off by {error:.3g}, largest {10 * allowed:.3g}: {how}"
 
 
 def _taken(backend: Backend, cases: list[Case], **mode: bool) -> list[Case]:

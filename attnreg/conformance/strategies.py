@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Sequence
 
 import torch
 from hypothesis import strategies as st
 
 from ..capabilities import Capabilities
-from ..spec import Feature
+from ..spec import AttentionSpec, Feature
 from .cases import Case
 
 SIZES = {
@@ -21,7 +22,8 @@ _HEADS = {"few": ((2,), (2,))}
 """Key heads, and groups of query heads."""
 _MORE_DIMS = (64, 128, 16, 32, 256, 96, 192, 512)
 _PADDED = (Feature.QUERY_MASK, Feature.KEY_MASK, Feature.KEY_LENGTHS, Feature.QUERY_LENGTHS, Feature.KEY_STARTS)
-_PACKED_ONLY = frozenset(_PADDED)
+_NOT_PACKED = frozenset((*_PADDED, Feature.PAGED))
+_PAGE_SIZES = (16, 4, 1, 3, 64, 128, 256)
 IMPLIED = {
     Feature.BIAS_GRADIENT: {Feature.BIAS, Feature.BACKWARD},
     Feature.SINKS_GRADIENT: {Feature.SINKS, Feature.BACKWARD},
@@ -39,6 +41,17 @@ def head_dims(claims: Capabilities, sizes: str) -> list[int]:
         taken = [n for n in range(1, 1025) if claims.head_dim.takes(n)][:4]
     few = [n for n in taken if n in SIZES[sizes][2]]
     return few or taken[:4]
+
+
+def page_shapes(claims: Capabilities, device: str, dtype: torch.dtype, dims: Sequence[int]) -> list[tuple[int, int]]:
+    """(slots in a page, head dim) to draw from, those in which the backend has no reason against one query a row."""
+    capability = torch.cuda.get_device_capability() if device == "cuda" and torch.cuda.is_available() else None
+    plain = AttentionSpec(
+        device, capability, dtype, 2, 2, 0, 0, equal_lengths=False, single_query=True, key_lengths=Feature.KEY_LENGTHS in claims.features
+    )
+    known = list(itertools.product(_PAGE_SIZES, dims))
+    taken = [(n, d) for n, d in known if not claims.reasons_against(plain._replace(page_size=n, head_dim=d, value_dim=d))]
+    return taken or known
 
 
 @st.composite
@@ -68,12 +81,18 @@ def cases(
 
     lengths, batches, _ = SIZES[sizes]
     length = st.sampled_from(lengths)
-    packed = not required & _PACKED_ONLY and on(Feature.PACKED)
+    packed = not required & _NOT_PACKED and on(Feature.PACKED)
+    paged = not packed and on(Feature.PAGED)
     zero = nothing and draw(st.integers(0, 24)) == 24
     batch = 1 if packed else draw(st.sampled_from(batches))
     query_length, key_length = draw(length), draw(length)
     causal, window, alibi = on(Feature.CAUSAL), on(Feature.WINDOW), on(Feature.ALIBI)
-    unequal = on(Feature.UNEQUAL_LENGTHS)
+    unequal = on(Feature.UNEQUAL_LENGTHS) or (paged and Feature.UNEQUAL_LENGTHS in claimed)
+    dims, page_size = head_dims(claims, sizes), 0
+    if paged:
+        page_size, head_dim = draw(st.sampled_from(page_shapes(claims, device, dtypes[0], dims)))
+        query_length = 1 if draw(st.booleans()) else query_length
+        key_length += draw(st.integers(0, 2)) * page_size
     if Feature.UNEQUAL_LENGTHS in required:
         causal = causal or not (window or alibi)
         key_length += key_length == query_length
@@ -87,11 +106,10 @@ def cases(
         if not unequal and (causal or window or alibi):
             query_length = key_length = min(query_length, key_length)
 
-    dims = st.sampled_from(head_dims(claims, sizes))
-    head_dim = draw(dims)
+    head_dim = head_dim if paged else draw(st.sampled_from(dims))
     value_dim = head_dim
     if on(Feature.VALUE_DIM):
-        others = [n for n in head_dims(claims, sizes) + [8, 12] if n != head_dim and claims.value_dim.takes(n)]
+        others = [n for n in dims + [8, 12] if n != head_dim and claims.value_dim.takes(n)]
         value_dim = draw(st.sampled_from(others)) if others else head_dim + 8
     key_heads, groups = _HEADS.get(sizes, ((1, 2, 3), (2, 3, 4)))
     group = draw(st.sampled_from(groups)) if on(Feature.GROUPED_HEADS) else 1
@@ -107,6 +125,8 @@ def cases(
     key_lengths, query_lengths = (
         padded(f) and (unequal or f in required or not (causal or window or alibi)) for f in (Feature.KEY_LENGTHS, Feature.QUERY_LENGTHS)
     )
+    if paged and Feature.KEY_LENGTHS in claimed and (unequal or not (causal or window or alibi)):
+        key_lengths = Feature.KEY_LENGTHS in required or draw(st.integers(0, 3)) < 3  # rows that differ are what such a cache is for
     pattern = st.tuples(*[st.booleans()] * 4)
     mask = draw(pattern) if on(Feature.MASK) else None
     bias = draw(pattern) if on(Feature.BIAS) else None
@@ -118,6 +138,8 @@ def cases(
     if on(Feature.BACKWARD):
         everything = ("query", "key", "value")
         gradients = draw(st.sampled_from((everything, ("query",), ("key",), ("value",), ("query", "value"), everything)))
+        if paged:
+            gradients = ("query",)
         for given, feature, name in (
             (bias, Feature.BIAS_GRADIENT, "bias"),
             (sinks or None, Feature.SINKS_GRADIENT, "sinks"),
@@ -160,6 +182,7 @@ def cases(
         key_lengths=key_lengths,
         query_lengths=query_lengths,
         key_starts=padded(Feature.KEY_STARTS),
+        page_size=page_size,
         listed=draw(st.booleans()) if key_lengths or query_lengths else False,
         segments=draw(st.sampled_from((1, 2, 3, 5))) if packed else 0,
         same_segments=same_segments,

@@ -46,10 +46,10 @@ PROFILES = {
 
 _ALWAYS_LEFT_OUT = frozenset({Feature.DROPOUT})
 """Random, so never compared with the reference; `modes.dropout` looks at its statistics."""
-_OF_THE_CALL = tuple(
-    f for f in Feature if f not in (Feature.PAGED, Feature.DROPOUT, Feature.COMPILE, Feature.CAPTURE, Feature.BATCH_INVARIANT)
-)
+_OF_THE_CALL = tuple(f for f in Feature if f not in (Feature.DROPOUT, Feature.COMPILE, Feature.CAPTURE, Feature.BATCH_INVARIANT))
 """Features that a drawn call can be made to ask for."""
+_SELDOM_PAGED = frozenset({Feature.BACKWARD, Feature.KEY_MASK, Feature.KEY_STARTS, Feature.QUERY_LENGTHS})
+"""What few kernels that read pages take beside them."""
 _PADDING = (Feature.KEY_MASK, Feature.QUERY_MASK, Feature.KEY_LENGTHS, Feature.QUERY_LENGTHS, Feature.KEY_STARTS, Feature.PACKED)
 _MOVED_BY_SPLITTING = frozenset(
     {
@@ -150,9 +150,15 @@ def checks_for(backend: Backend, device: str, dtypes: Sequence[torch.dtype], pro
 
     found = [Check("equals_reference", checks.equals_reference, drawn(), many)]
     for feature in _OF_THE_CALL:
+        only = frozenset({feature})
         if feature in claimed:
-            only = frozenset({feature})
-            found.append(Check(f"equals_reference[{feature}]", checks.equals_reference, drawn(only), few, only))
+            draws = drawn(only)
+            if feature is Feature.PAGED:
+                draws = st.one_of(drawn(only, _SELDOM_PAGED), drawn(only, _SELDOM_PAGED), draws)
+            found.append(Check(f"equals_reference[{feature}]", checks.equals_reference, draws, few, only))
+        elif feature is Feature.PAGED:
+            # Never refused for them: they are gathered into key and value.
+            found.append(Check("gathers[paged]", checks.equals_reference, drawn(only), max(few // 4, 2), only))
         elif feature is not Feature.LSE_GRADIENT:
             refuse = functools.partial(checks.refuses, feature=feature)
             found.append(Check(f"refuses[{feature}]", refuse, drawn({feature}), max(few // 4, 2), frozenset({feature})))
@@ -160,7 +166,8 @@ def checks_for(backend: Backend, device: str, dtypes: Sequence[torch.dtype], pro
         if feature in claimed:
             # Gradients and a bias are where poison is easiest forgotten: asked for in two draws of three.
             ways = ({feature}, {feature, Feature.BACKWARD}, {feature, Feature.BACKWARD, Feature.BIAS})
-            draws = st.one_of(*[drawn(way, dense=True, nothing=False) for way in ways if way <= claimed])
+            # Not by pages: a cache shows finite numbers alone.
+            draws = st.one_of(*[drawn(way, {Feature.PAGED}, dense=True, nothing=False) for way in ways if way <= claimed])
             found.append(Check(f"poison_does_not_leak[{feature}]", checks.poison_does_not_leak, draws, few, frozenset({feature})))
     found.append(Check("hidden_changes_nothing", checks.hidden_changes_nothing, drawn(dense=True, nothing=False), many))
     found.append(Check("empty_rows_are_zero", checks.empty_rows_are_zero, drawn(), many))

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..cache.protocol import Pages, Step
 from ..call import AttentionCall
 from ..packing import Padding, cu_seqlens_from_lengths
 from .cases import Case
@@ -25,6 +26,44 @@ class Values(NamedTuple):
 
     def changed(self, **tensors: torch.Tensor) -> Values:
         return self._replace(tensors={**self.tensors, **tensors})
+
+
+class PagedLayer:
+    """A layer of a paged cache that is only read, as `cache=` takes it: rows' pages lie anywhere in the pool.
+
+    What it shows is finite, as a cache promises: places past a row's end, and page 0 in the gaps of the table. Pages that no row holds are
+    NaN, and stand in the columns of the table beyond those that are shown.
+    """
+
+    def __init__(self, case: Case, key: torch.Tensor, value: torch.Tensor, lengths: list[int] | torch.Tensor | None) -> None:
+        """key, value: (B, Sk, Hkv, D). lengths: each row's, None for Sk."""
+        rows, slots = key.shape[:2]
+        width = max(-(-slots // case.page_size), 1)
+        random = torch.Generator().manual_seed(case.seed + 3)
+        lengths = None if lengths is None else torch.as_tensor(lengths, device="cpu")
+        table = 1 + torch.randperm(rows * width + 2, generator=random)
+        nobody, table = table[:2].expand(rows, -1), table[2:].view(rows, width)
+        if lengths is not None:
+            used = (lengths + case.page_size - 1) // case.page_size
+            table = table.masked_fill(torch.arange(width) >= used[:, None], 0)
+        self.tensors = []
+        for tensor in (key, value):
+            pool = torch.full((rows * width + 3, case.page_size, *tensor.shape[2:]), float("nan"))
+            spare = torch.randn(rows, width * case.page_size - slots, *tensor.shape[2:], generator=random)
+            whole = torch.cat([tensor.detach().cpu().to(pool.dtype), 50 * spare], 1)
+            pool[table] = whole.unflatten(1, (width, case.page_size))
+            pool[0] = 50 * torch.randn(pool.shape[1:], generator=random)
+            self.tensors.append(pool.to(tensor))
+        table = torch.cat([table, nobody], 1).to(case.device, torch.int32)
+        lengths = None if lengths is None else lengths.to(case.device, torch.int32)
+        self.tensors += [table] if lengths is None else [table, lengths]
+        self._step = Step(None, None, slots, lengths, Pages(*self.tensors[:2], table[:, :width], slots))
+
+    def prepare(self, *new: Any) -> Step:
+        return self._step
+
+    def slots(self, n_new: int) -> int:
+        return self._step.slots
 
 
 class Result(NamedTuple):
@@ -120,7 +159,12 @@ def arrange(case: Case, given: Values, dtype: torch.dtype | None = None) -> tupl
     dtype: computes in another one than the case's, as the ground truth does.
     """
     leaves, arguments = {}, dict(given.options)
-    for name, tensor in given.tensors.items():
+    tensors = given.tensors
+    if case.page_size:
+        lengths = arguments.pop("key_lengths", None)
+        arguments.update(key=None, value=None, cache=PagedLayer(case, tensors["key"], tensors["value"], lengths))
+        tensors = {name: tensor for name, tensor in tensors.items() if name not in ("key", "value")}
+    for name, tensor in tensors.items():
         tensor = tensor.detach() if dtype is None else tensor.detach().to(dtype)
         leaf, view = _stored(case.strides, tensor) if name in ("query", "key", "value") else (tensor.clone(), lambda t: t)
         leaf.requires_grad_(name in case.gradients)

@@ -173,7 +173,15 @@ def _finished(call: AttentionCall, output: torch.Tensor, lse: torch.Tensor | Non
         if queries is not None:
             output = output.masked_fill(~queries[:, :, None, None], 0.0)
             lse = None if lse is None else lse.masked_fill(~queries[:, None], NEGATIVE_INFINITY)
+    if call.spec.gradients and not call.spec.compiling and output.requires_grad:
+        output.register_hook(_refuse_second)
     return (output, lse) if call.return_lse else output
+
+
+def _refuse_second(gradient: torch.Tensor) -> None:
+    """The libraries' backward runs outside autograd: a loss of their gradients would take these for constants, and say nothing."""
+    if torch.is_grad_enabled():
+        raise RuntimeError("flash-attn has no second derivative: no create_graph=True through it; backend='reference' has one")
 
 
 # ---------------------------------------------------------------------- rules and claims that all three share

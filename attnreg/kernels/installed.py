@@ -92,5 +92,10 @@ def without_parent(library: Library | Reason, module: str) -> Library | Reason:
 
 def _nobody(module: str) -> str:
     parent = module.partition(".")[0]
+    try:
+        if importlib.util.find_spec(parent) is None:  # the usual answer; whose a folder is takes a look at every distribution
+            return "not installed"
+    except ValueError:  # a module without a spec
+        pass
     owners = importlib.metadata.packages_distributions().get(parent, ())
     return f"not installed; the folder {parent} belongs to {', '.join(sorted(set(owners)))}" if owners else "not installed"

@@ -45,7 +45,8 @@ def kernel_of(module: Any) -> Kernel:
 
 
 def find() -> Kernel | None:
-    if _Found.kernel is None:
+    """The kernel, or None. Without CUDA it could not run: its module is left alone, which would bring all of torch._dynamo with it."""
+    if _Found.kernel is None and torch.version.cuda is not None:
         try:
             _Found.kernel = kernel_of(importlib.import_module("torch.nn.attention.varlen"))
         except (ImportError, AttributeError, ValueError):
@@ -104,10 +105,10 @@ def _options(call: AttentionCall, arguments: frozenset[str]) -> dict[str, Any]:
 
 
 def _missing() -> Reason | None:
-    if find() is None:
-        return Reason("missing", "torch.nn.attention.varlen", f"not in torch {torch.__version__}", "install torch >= 2.10")
     if torch.version.cuda is None:
         return Reason("missing", "CUDA kernels", f"torch {torch.__version__} without CUDA", "install a torch build for CUDA")
+    if find() is None:
+        return Reason("missing", "torch.nn.attention.varlen", f"not in torch {torch.__version__}", "install torch >= 2.10")
     return None
 
 

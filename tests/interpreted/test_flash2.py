@@ -205,6 +205,18 @@ def test_pages():
     assert shim.calls[-1] == "fwd_kvcache"
 
 
+@pytest.mark.parametrize("name", ["causal", "packed", "left padded"])
+def test_a_second_derivative_is_an_error(name):
+    """The library itself gives the gradient as a constant, and says nothing."""
+    sizes, options, _ = CALLS[name]
+    inputs = [t.requires_grad_() for t in poisoned(options, *tensors(**sizes))]
+    output = attnreg.attention(*inputs, **options, backend="flash2")
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.autograd.grad(output.sum(), inputs[0], create_graph=True)
+    output = attnreg.attention(*inputs, **options, backend="flash2")
+    torch.autograd.grad(output.sum(), inputs[0])
+
+
 def test_refused_where_packing_would_move_queries():
     query, key, value = tensors()
     with pytest.raises(attnreg.NoBackendError) as error:
