@@ -255,7 +255,7 @@ def test_one_token_into_a_static_cache_is_two_writes_and_three_counts(lengths_un
         layer.write(step)
         layer.commit(step)
     ran = [name.split(".")[1] for name in ran if "squeeze" not in name]
-    assert ran == ["index_copy_", "index_copy_", "add_", "clamp", "add"]
+    assert ran == ["add", "index_copy_", "index_copy_", "add_", "clamp"]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA: a graph is captured")
@@ -293,6 +293,26 @@ def test_pages_run_out_with_nothing_lost_and_come_back():
     assert cache.free_pages == 2 and cache.allocate() == 1
     out = attention(query[:, 4:], key[:, 4:], value[:, 4:], cache=cache[0], causal=True, query_lengths=[4, 0])
     torch.testing.assert_close(out[:1], attention(query, key, value, causal=True)[:1, 4:], rtol=1e-5, atol=1e-6)
+
+
+def test_allocated_rows_are_distinct_until_freed():
+    query, key, value = tensors(batch=3, size=1)
+    cache = PagedCache(1, 3, 6, 4, 2, 8)
+    rows = [cache.allocate(), cache.allocate()]
+    assert len(set(rows)) == 2
+    fork = cache.fork()
+    rows.append(cache.allocate())
+    assert sorted(rows) == [0, 1, 2] and fork.allocate() == rows[2]
+    with pytest.raises(ValueError, match="all 3 rows are in use"):
+        cache.allocate()
+    attention(query, key, value, cache=cache[0], causal=True)
+    cache.crop([0, 1, 1])  # an emptied row is still its owner's
+    with pytest.raises(ValueError, match="all 3 rows are in use"):
+        cache.allocate()
+    cache.free(rows[1])
+    assert cache.allocate() == rows[1]
+    cache.reset()
+    assert sorted(cache.allocate() for _ in rows) == [0, 1, 2]
 
 
 def test_pages_share_a_prefix_until_one_writes():
