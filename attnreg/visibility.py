@@ -61,7 +61,7 @@ def structure(call: AttentionCall) -> torch.Tensor | None:
     p = slots(call)[:, :, None]
     left, right = call.window or (None, None)
     parts = []
-    if call.causal:
+    if call.causal and (call.query_length != 1 or call.cu_seqlens is not None):  # a lone query sits on the last key
         parts.append(j <= p)
     if left is not None:
         parts.append(j >= p - left)

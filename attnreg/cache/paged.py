@@ -20,6 +20,7 @@ from .protocol import (
     check_new,
     host_counts,
     on_device,
+    put,
     refuse_gradient,
     row_numbers,
     shorter,
@@ -229,16 +230,20 @@ class PagedLayer:
             pool.keys[target], pool.values[target] = pool.keys[source], pool.values[source]
         self._enter(new.entries, new.table)
         if new.counted is None:
-            self._write_by_torch(new)
+            self._write_by_torch(new, step.pages)
             return
         rows, n = new.key.shape[:2]
         counts = None if new.counts == [n] * rows else on_device(new.counts, device)
         if not append.in_one_launch(new.key, new.value, pool.keys, pool.values, new.counted, size, counts, table=new.table):
-            self._write_by_torch(new)
+            self._write_by_torch(new, step.pages)
             new.counted.add_(n if counts is None else counts)
 
-    def _write_by_torch(self, new: _New) -> None:
+    def _write_by_torch(self, new: _New, pages: Pages) -> None:
         pool, size, tables, starts, counts = self.pool, self.page_size, new.tables, new.starts, new.counts
+        if new.first is not None and uniform(starts) and uniform(counts):
+            put(pages.gathered(pool.keys), new.key, starts, counts)
+            put(pages.gathered(pool.values), new.value, starts, counts)
+            return
         device = pool.keys.device
         slots = [(tables[b], n) for b, c in enumerate(counts) for n in range(starts[b], starts[b] + c)]
         places = torch.tensor([table[n // size] * size + n % size for table, n in slots], dtype=torch.long).to(device, non_blocking=True)
