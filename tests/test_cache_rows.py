@@ -258,6 +258,24 @@ def test_one_token_into_a_static_cache_is_two_writes_and_three_counts(lengths_un
     assert ran == ["add", "index_copy_", "index_copy_", "add_", "clamp"]
 
 
+def test_a_static_step_masks_what_is_past_the_lengths_in_three_operations(lengths_unseen):
+    class Counting(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            out = function(*args, **(kwargs or {}))
+            if not any(text in str(function) for text in ("transpose", "slice", "unsqueeze", "alias", "detach", "promote_types")):
+                ran.append(str(function).split(".")[1])
+            return out
+
+    query, key, value = tensors(size=1)
+    layer = StaticCache(1, 2, 8, 2, 8)[0]
+    for _ in range(2):  # the second time by the plan
+        ran = []
+        with Counting():
+            attention(query, key, value, cache=layer, causal=True)
+    after_the_append = ran[ran.index("clamp") + 1 :]
+    assert after_the_append == ["arange", "lt", "empty", "log", "_scaled_dot_product_flash_attention_for_cpu"]
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA: a graph is captured")
 def test_static_decode_in_a_cuda_graph():
     query, key, value = (t.cuda() for t in tensors(size=9, dim=64))

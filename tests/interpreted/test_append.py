@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
@@ -183,3 +187,28 @@ def test_where_the_kernel_fails_torch_does_it(monkeypatch):
         layer.write(step)
     layer.commit(step)
     assert append._kernel() is None and layer.lengths.tolist() == [1, 1] and torch.equal(layer.key[:, :1], token)
+
+
+COMPILED = """
+import triton
+from attnreg.cache.append_kernel import _append
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+names = _append.arg_names
+for dtype, n, counted, paged in (("bf16", 1, False, False), ("bf16", 1, False, True), ("fp32", 3, True, True), ("u8", 3, True, False)):
+    sizes = dict(HEADS=8, DIM=128, VALUE_DIM=80, BLOCK=1024, VALUE_BLOCK=1024, COUNTED=counted, PAGED=paged, key_dim=1)
+    sizes |= dict(n=1) if n == 1 else {}
+    types = {name: "constexpr" if name in sizes else "i32" for name in names}
+    types |= dict.fromkeys(("key", "value", "keys", "values"), "*" + dtype) | dict.fromkeys(("lengths", "asked", "counts", "table"), "*i32")
+    source = ASTSource(_append, types, {(names.index(name),): size for name, size in sizes.items()})
+    text = triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
+    # The counters are stored by one thread, after a barrier behind which all have read them.
+    assert text.index("bar.sync") > text.rindex("ld.global") and text[text.index("bar.sync"):].count("st.global") == (1 if paged else 2)
+"""
+
+
+def test_it_compiles_for_a_gpu():
+    environment = {name: given for name, given in os.environ.items() if name != "TRITON_INTERPRET"}
+    ran = subprocess.run([sys.executable, "-c", COMPILED], env=environment, capture_output=True, text=True, timeout=300)
+    assert ran.returncode == 0, ran.stderr
