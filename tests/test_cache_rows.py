@@ -1,6 +1,8 @@
 """The faults of the systems that attnreg grew out of, and other promises, by name."""
 
+import functools
 import gc
+import sys
 import weakref
 
 import pytest
@@ -9,7 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import attnreg
 from attnreg import DynamicCache, PagedCache, SlidingCache, StaticCache, attention
-from attnreg.cache import from_transformers, static, to_transformers
+from attnreg.cache import append, from_transformers, static, to_transformers
+from attnreg.call import AttentionCall
 from attnreg.conformance import cache_suite
 
 
@@ -241,6 +244,32 @@ def test_static_with_unseen_lengths_writes_nothing_past_its_capacity(lengths_uns
     assert bool(cache.overflowed) and not cache[0].key[:, 5:].any()
     cache.reset()
     assert not bool(cache.overflowed)
+
+
+@pytest.mark.parametrize("kind", ["static", "paged"])
+def test_without_triton_lengths_are_kept_by_torch(kind, lengths_unseen, monkeypatch):
+    monkeypatch.setattr(append, "taken", lambda key: True)
+    monkeypatch.setattr(append, "_kernel", functools.cache(append._kernel.__wrapped__))
+    monkeypatch.setitem(sys.modules, "triton", None)  # as where it is not installed
+    monkeypatch.delitem(sys.modules, "attnreg.cache.append_kernel", raising=False)
+    query, key, value = tensors(size=9)
+    cache, i = caches()[kind], 0
+    expected = attention(query, key, value, causal=True)
+    for n in (1, 3, 1, 1, 3):
+        out = attention(*(t[:, i : i + n] for t in (query, key, value)), cache=cache[0], causal=True)
+        torch.testing.assert_close(out, expected[:, i : i + n], rtol=1e-5, atol=1e-6)
+        i += n
+    attention(*(t[:, :2] for t in (query, key, value)), cache=cache[0], causal=True, query_lengths=[2, 1])
+    assert cache.lengths.tolist() == [11, 10] and append._kernel() is None
+    assert kind == "static" or cache[0]._counted.tolist() == [11, 10]
+
+
+def test_static_with_unseen_lengths_says_nothing_of_padding_that_depends_on_them(lengths_unseen):
+    query, key, value = tensors(size=3)
+    layer, real = StaticCache(1, 2, 8, 2, 8)[0], torch.tensor([[True, False, False]] * 2)
+    call = AttentionCall(query, key, value, causal=True, cache=layer, query_mask=real)
+    call.examine_padding()
+    assert not call.spec.padding_fits_packing  # seen from lengths of 0, it would
 
 
 def test_one_token_into_a_static_cache_is_two_writes_and_three_counts(lengths_unseen):

@@ -137,7 +137,8 @@ class PagedLayer:
     ) -> Step:
         starts, pool, size = self._lengths, self.pool, self.page_size
         if key is None:
-            return self._step(*self._tabled(self._tables), starts, None, max(starts, default=0), self._counts_there(), key_mask)
+            there = self._counts_there() if key_mask is None else None
+            return self._step(*self._tabled(self._tables), starts, None, max(starts, default=0), there)
         if pool.keys.is_cuda and not torch.compiler.is_compiling() and torch.cuda.is_current_stream_capturing():
             raise RuntimeError("cache: a PagedCache can't append in a CUDA graph, since the host decides which pages; use StaticCache")
         check_new(key, value, pool.keys, pool.values, len(starts))
@@ -174,10 +175,11 @@ class PagedLayer:
                 "free(rows) of finished requests, or make a larger PagedCache"
             )
         table, first = self._tabled(tables, bool(copies))
-        there = self._counts_there()
+        # What a key mask means for the choice is asked before `write`, and so the lengths are made anew then, as they will be.
+        there = self._counts_there() if key.shape[1] <= append.FEW and key_mask is None else None
         entries = entries if table is self._table else []
         new = _New(key, value, tables, after, starts, counts, list(fresh), copies, table, first, entries, there)
-        return self._step(table, first, after, new, max(starts, default=0) + key.shape[1], there, key_mask)
+        return self._step(table, first, after, new, max(starts, default=0) + key.shape[1], there)
 
     def _counts_there(self) -> torch.Tensor | None:
         if self._counted is None and append.taken(self.pool.keys):
@@ -206,18 +208,16 @@ class PagedLayer:
         new: Any,
         slots: int,
         there: torch.Tensor | None,
-        key_mask: torch.Tensor | None,
     ) -> Step:
         longest, device = max(lengths, default=0), self.pool.keys.device
         width = max(-(-longest // self.page_size), 1)
         # Kernels that read pages are told each row's length; those of the CPU get them gathered, and need none where all are alike. On a GPU
         # whole pages are shown, so that what is made for a shape (cuDNN's plans) is made anew for a page, not for a token.
-        shown = longest if there is None or key_mask is not None else None
-        pages = Pages(self.pool.keys, self.pool.values, table[:, :width], shown, first)
+        pages = Pages(self.pool.keys, self.pool.values, table[:, :width], longest if there is None else None, first)
         if there is None and not (device.type == "cpu" and lengths and uniform(lengths)):
             there = on_device(lengths, device)
         # A mask covers the longest row, as `slots` says before the call.
-        return Step(None, None, slots, there, pages, new)
+        return Step(None, None, slots, there, pages, new, settled=new is None or new.counted is None or new.key.shape[1] == 1)
 
     def write(self, step: Step) -> None:
         new, pool, size = step.new, self.pool, self.page_size

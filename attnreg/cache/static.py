@@ -76,9 +76,10 @@ class StaticLayer:
         if counts is not None:
             counts = torch.as_tensor(counts, dtype=torch.int32).to(self.lengths.device, non_blocking=True)
         if (new == 1 and counts is None) or (new <= FEW and key_mask is None):
-            # The lengths are those after the call: `write` sets them in place before a kernel reads them. What a mask of several tokens
-            # means for the choice is asked before that, and so needs them beforehand.
-            return Step(self.key, self.value, self.capacity, self.lengths, new=(key, value, _InPlace(counts, [])))
+            # The lengths are those after the call: `write` sets them in place before a kernel reads them. What a key mask of several tokens
+            # means for the choice is asked before that, and so they are computed beforehand.
+            in_place = (key, value, _InPlace(counts, []))
+            return Step(self.key, self.value, self.capacity, self.lengths, new=in_place, settled=new == 1)
         after = self.lengths + (new if counts is None else counts.clamp(0, new))
         fits = after <= self.capacity
         after = torch.where(fits, after, self.lengths)
@@ -122,9 +123,10 @@ class StaticLayer:
             self._asked.add_(1)
             torch.clamp(self._asked, max=self.capacity, out=self.lengths)
             return
-        self._asked.add_(key.shape[1] if counts is None else counts.clamp(0, key.shape[1]))
-        after = torch.where(self._asked <= self.capacity, self._asked, self.lengths)
+        asked = self._asked + (key.shape[1] if counts is None else counts.clamp(0, key.shape[1]))
+        after = torch.where(asked <= self.capacity, asked, self.lengths)
         self._write_where_it_fits(key, value, after)
+        self._asked.copy_(asked)
         self.lengths.copy_(after)
 
     def _write_where_it_fits(self, key: torch.Tensor, value: torch.Tensor, after: torch.Tensor) -> None:

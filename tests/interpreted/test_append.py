@@ -110,7 +110,7 @@ def test_paged(data):
                 step = layer.prepare(*new, counts, None, None)
                 layer.write(step)
                 if not other:
-                    assert step.key_lengths.tolist() == step.new.after
+                    assert step.key_lengths.tolist() == step.new.after and step.settled == (n == 1)
                 layer.undo(step) if fails else layer.commit(step)
                 if cropped:
                     layer.crop([length // 2 for length in layer._lengths])
