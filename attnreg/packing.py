@@ -284,6 +284,8 @@ def found_to_fit(call: AttentionCall) -> bool:
     """The same by looking at the masks: one copy to the host for each new pair of paddings, remembered on the key's."""
     if 0 in (call.batch, call.query_length, call.key_length):
         return True
+    if call.step is not None and not call.step.settled:  # its lengths are not there yet
+        return False
     key, query = call.key_padding, call.query_padding
     holes_matter = call.window is not None or call.alibi_slopes is not None
     lengths = call.key_lengths is not None or call.query_lengths is not None or call.key_starts is not None

@@ -27,6 +27,8 @@ def slots(call: AttentionCall) -> torch.Tensor:
 
 def real_keys(call: AttentionCall) -> torch.Tensor | None:
     """Slots that hold a key, (B or 1, Sk) bool: inside starts and lengths, unmasked, not past the last segment. None means all."""
+    if call.key_lengths is None and call.key_starts is None and call.cu_seqlens is None:
+        return call.key_mask
     j = torch.arange(call.key_length, device=call.device)[None]
     parts = []
     if call.key_lengths is not None:
@@ -42,6 +44,8 @@ def real_keys(call: AttentionCall) -> torch.Tensor | None:
 
 def real_queries(call: AttentionCall) -> torch.Tensor | None:
     """Rows that are a query and not padding, (B or 1, Sq) bool; None means all."""
+    if call.query_lengths is None and call.cu_seqlens is None:
+        return call.query_mask
     i = torch.arange(call.query_length, device=call.device)[None]
     parts = []
     if call.query_lengths is not None:
@@ -58,10 +62,14 @@ def structure(call: AttentionCall) -> torch.Tensor | None:
     if not call.causal and call.window is None and call.cu_seqlens is None:
         return None
     j = torch.arange(call.key_length, device=call.device)
-    p = slots(call)[:, :, None]
+    lone = call.query_length == 1 and call.cu_seqlens is None  # and so on the last key
+    if lone and call.key_lengths is None and call.query_lengths is None:
+        j, p = j[None, None], call.key_length - 1
+    else:
+        p = slots(call)[:, :, None]
     left, right = call.window or (None, None)
     parts = []
-    if call.causal:
+    if call.causal and not lone:
         parts.append(j <= p)
     if left is not None:
         parts.append(j >= p - left)

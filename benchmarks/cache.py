@@ -1,18 +1,27 @@
-"""Cached decode against the best kernel on pre-cut tensors, in one run. Needs torch and attnreg only.
+"""Cached decode steps, on a CPU and on a GPU where there is one, in one run. Needs torch and attnreg only.
 
-python benchmarks/cache.py          # the CPU's rows, and the GPU's where there is one
+    python benchmarks/cache.py [--out FOLDER]
+
+Writes cache.json and cache.md. On a GPU there are two yardsticks: the best kernel alone, on tensors cut to the past or with lengths on the
+device, which appends nothing and counts nothing; and the same step by hand, which does both as well as calls to torch and the kernels can.
 """
 
 from __future__ import annotations
 
+import argparse
 import importlib
+import json
+import pathlib
 import platform
+import random
 import statistics
 import time
+from collections.abc import Callable
 
 import torch
 from timing import interleaved
 
+import attnreg
 from attnreg import DynamicCache, PagedCache, SlidingCache, StaticCache, attention, last_selection
 
 
@@ -33,27 +42,42 @@ def kinds_for(batch, past, room, key_heads, dim, dtype, device) -> dict:
 
 
 @torch.no_grad()
-def on_the_cpu(batch=4, past=2048, heads=8, key_heads=2, dim=64) -> None:
-    """Decode steps in turns with torch's own attention on tensors cut to the past, so that a busy machine meets all alike."""
-    random = lambda n, h: torch.randn(batch, n, h, dim)
-    query, key, value = random(1, heads), random(past, key_heads), random(past, key_heads)
-    new = random(1, key_heads), random(1, key_heads)
+def on_the_cpu(batch=4, past=2048, heads=8, key_heads=2, dim=64, turns=105) -> list[dict]:
+    """Decode steps in turns with torch's own attention on tensors cut to as many keys, so that a busy machine meets all alike."""
+    drawn = lambda n, h: torch.randn(batch, n, h, dim)
+    query, key, value = drawn(1, heads), drawn(past + turns, key_heads), drawn(past + turns, key_heads)
+    new = drawn(1, key_heads), drawn(1, key_heads)
     q, k, v = (t.transpose(1, 2) for t in (query, key, value))
-    functions = {"direct": lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)}
-    for name, (cache, options) in kinds_for(batch, past, 200, key_heads, dim, torch.float32, "cpu").items():
-        fill(cache[0], key, value)
+    sdpa, seen, random_order = torch.nn.functional.scaled_dot_product_attention, [past], random.Random(0)
+
+    def direct():
+        seen[0] += 1
+        return sdpa(q, k[:, :, : seen[0]], v[:, :, : seen[0]], enable_gqa=True)
+
+    functions = {"direct": direct}
+    for name, (cache, options) in kinds_for(batch, past, turns, key_heads, dim, torch.float32, "cpu").items():
+        fill(cache[0], key[:, :past], value[:, :past])
         functions[name] = lambda cache=cache, options=options: attention(query, *new, cache=cache[0], causal=True, **options)
-    times = {name: [] for name in functions}
-    for turn in range(105):
-        for name, function in functions.items():
-            start = time.perf_counter()
-            function()
+    times = {name: ([], []) for name in functions}
+    for turn in range(turns):
+        # In another order each time: a scheduler's slices are about as long as a turn, and would meet the same one again and again.
+        for name in random_order.sample(list(functions), len(functions)):
+            start, cpu = time.perf_counter(), time.process_time()
+            functions[name]()
             if turn >= 5:
-                times[name].append(time.perf_counter() - start)
-    took = {name: statistics.median(each) for name, each in times.items()}
-    print(f"cpu, b{batch}, past {past}, heads {heads}/{key_heads}, d{dim}, float32: one decode step")
-    for name, seconds in took.items():
-        print(f"  {name:8} {seconds * 1e6:7.0f} us  {seconds / took['direct']:5.2f}x", flush=True)
+                times[name][0].append(time.perf_counter() - start)
+                times[name][1].append(time.process_time() - cpu)
+    rows = [
+        {"row": name, "us": statistics.median(wall) * 1e6, "CPU us": statistics.median(cpu) * 1e6} for name, (wall, cpu) in times.items()
+    ]
+    print(
+        f"cpu, b{batch}, past {past}, heads {heads}/{key_heads}, d{dim}, float32: one decode step, wall clock, and CPU time of all threads"
+    )
+    for row in rows:
+        for kind in ("us", "CPU us"):
+            row["x " + kind] = row[kind] / rows[0][kind]
+        print(f"  {row['row']:8} {row['us']:7.0f} us {row['x us']:5.2f}x {row['CPU us']:9.0f} us {row['x CPU us']:5.2f}x", flush=True)
+    return rows
 
 
 # ---------------------------------------------------------------------- on a GPU
@@ -82,56 +106,224 @@ def captured(function):
     return graph.replay
 
 
-def kernels(query, key, value) -> dict:
-    """Kernels called directly, on tensors cut to the past, that append nothing; only those that are here and take the call."""
-    q, k, v = (t.transpose(1, 2) for t in (query, key, value))
-    found = {"torch sdpa": lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)}
-    lengths = torch.full((key.shape[0],), key.shape[1], dtype=torch.int32, device=key.device)
-    for library in ("flash_attn", "flash_attn_interface"):
-        try:
-            function = importlib.import_module(library).flash_attn_with_kvcache
-        except (ImportError, AttributeError):
-            continue
-        found[library] = lambda function=function: function(query, key, value, cache_seqlens=lengths, causal=True)
+def launches(function) -> list[str]:
+    """The kernels and copies that one call puts on the card, by name."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        function()
+        torch.cuda.synchronize()
+    return [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+
+
+def libraries() -> dict[str, Callable]:
+    """What is installed: `flash_attn_with_kvcache` of flash-attn 2 and 3, and flash-attn 4's functions, by name."""
+    found = {}
+    for name, library in (("flash2", "flash_attn"), ("flash3", "flash_attn_interface")):
+        if name in attnreg.backends() and not attnreg.backends()[name].reason_missing:
+            found[name] = importlib.import_module(library).flash_attn_with_kvcache
+    if not attnreg.backends()["flash4"].reason_missing:
+        found["flash4"] = importlib.import_module("flash_attn.cute").flash_attn_varlen_func
     return found
 
 
+def alone(query, key, value) -> dict[str, Callable]:
+    """Kernels called directly, on tensors cut to the past and by lengths on the device, that append nothing."""
+    q, k, v = (t.transpose(1, 2) for t in (query, key, value))
+    found = {"sdpa, cut": lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)}
+    lengths = torch.full((key.shape[0],), key.shape[1], dtype=torch.int32, device=key.device)
+    for name, function in libraries().items():
+        if name == "flash4":
+            cut = importlib.import_module("flash_attn.cute").flash_attn_func
+            found["flash4, cut"] = lambda cut=cut: cut(query, key, value, causal=True)[0]
+            found["flash4, lengths"] = lambda function=function: function(query, key, value, seqused_k=lengths, causal=True)[0]
+        else:
+            found[f"{name}, lengths"] = lambda function=function: function(query, key, value, cache_seqlens=lengths, causal=True)
+    return found
+
+
+def by_hand(query, new, key, value, room: int) -> dict[str, Callable]:
+    """The step of a static cache as a careful caller would write it: new tokens into a buffer with room, lengths on the device."""
+    batch, past = key.shape[:2]
+
+    def state():
+        buffers = tuple(torch.nn.functional.pad(t, (0, 0, 0, 0, 0, room)) for t in (key, value))
+        lengths = torch.full((batch,), past, dtype=torch.int32, device=key.device)
+        place = torch.arange(batch, device=key.device) * (past + room) + past
+        return buffers, tuple(t.flatten(0, 1) for t in buffers), lengths, place
+
+    def appending_kernel(function):
+        buffers, _, lengths, _ = state()
+
+        def step():
+            out = function(query, *buffers, k=new[0], v=new[1], cache_seqlens=lengths, causal=True)
+            lengths.add_(1)
+            return out
+
+        return step
+
+    def index_copy(kernel):
+        buffers, flat, lengths, place = state()
+        rows = tuple(t.squeeze(1) for t in new)
+
+        def step():
+            flat[0].index_copy_(0, place, rows[0])
+            flat[1].index_copy_(0, place, rows[1])
+            place.add_(1)
+            lengths.add_(1)
+            return kernel(*buffers, lengths)
+
+        return step
+
+    def masked():
+        buffers, flat, _, place = state()
+        rows = tuple(t.squeeze(1) for t in new)
+        mask = torch.full((batch, 1, 1, past + room), float("-inf"), dtype=key.dtype, device=key.device)
+        mask[..., :past] = 0.0
+        flat_mask, (q, k, v) = mask.flatten(), (t.transpose(1, 2) for t in (query, *buffers))
+
+        def step():
+            flat[0].index_copy_(0, place, rows[0])
+            flat[1].index_copy_(0, place, rows[1])
+            flat_mask.index_fill_(0, place, 0.0)
+            place.add_(1)
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+
+        return step
+
+    found = {"index_copy_, sdpa with a kept mask": masked()}
+    for name, function in libraries().items():
+        if name == "flash4":
+            found["index_copy_, flash4"] = index_copy(lambda k, v, n, f=function: f(query, k, v, seqused_k=n, causal=True)[0])
+        else:
+            found[f"{name} appending"] = appending_kernel(function)
+            found[f"index_copy_, {name}"] = index_copy(lambda k, v, n, f=function: f(query, k, v, cache_seqlens=n, causal=True))
+    return found
+
+
+def by_hand_paged(query, new, key, value, room: int, size: int = 256) -> dict[str, Callable]:
+    """The same through a block table, where kernels read one: as many pages as the row will need, taken beforehand."""
+    batch, past = key.shape[:2]
+    each = -(-(past + room) // size)
+
+    def state():
+        pools = tuple(
+            torch.nn.functional.pad(t, (0, 0, 0, 0, 0, each * size - past)).reshape(batch * each, size, *t.shape[2:]) for t in (key, value)
+        )
+        lengths = torch.full((batch,), past, dtype=torch.int32, device=key.device)
+        place = torch.arange(batch, device=key.device) * (each * size) + past
+        table = torch.arange(batch * each, dtype=torch.int32, device=key.device).view(batch, each)
+        return pools, tuple(t.flatten(0, 1) for t in pools), lengths, place, table
+
+    def step_of(name, function):
+        pools, flat, lengths, place, table = state()
+        rows = tuple(t.squeeze(1) for t in new)
+
+        def appending_kernel():
+            named = {"block_table" if name == "flash2" else "page_table": table}
+            out = function(query, *pools, k=new[0], v=new[1], cache_seqlens=lengths, causal=True, **named)
+            lengths.add_(1)
+            return out
+
+        def index_copy():
+            flat[0].index_copy_(0, place, rows[0])
+            flat[1].index_copy_(0, place, rows[1])
+            place.add_(1)
+            lengths.add_(1)
+            return function(query, *pools, seqused_k=lengths, page_table=table, causal=True)[0]
+
+        return index_copy if name == "flash4" else appending_kernel
+
+    return {
+        f"{name} appending, pages" if name != "flash4" else "index_copy_, flash4, pages": step_of(name, f)
+        for name, f in libraries().items()
+    }
+
+
 @torch.no_grad()
-def on_a_gpu(batch, past, heads=32, key_heads=8, dim=128, dtype=torch.bfloat16) -> None:
-    random = lambda n, h: torch.randn(batch, n, h, dim, device="cuda", dtype=dtype)
-    query, key, value = random(1, heads), random(past, key_heads), random(past, key_heads)
-    new = random(1, key_heads), random(1, key_heads)
-    functions = kernels(query, key, value)
-    direct, chosen, problems = list(functions), {}, []
-    for name, (cache, _) in kinds_for(batch, past, 256, key_heads, dim, dtype, "cuda").items():
+def on_a_gpu(batch, past, heads=32, key_heads=8, dim=128, dtype=torch.bfloat16, room=256) -> dict:
+    drawn = lambda n, h: torch.randn(batch, n, h, dim, device="cuda", dtype=dtype)
+    query, key, value = drawn(1, heads), drawn(past, key_heads), drawn(past, key_heads)
+    new = drawn(1, key_heads), drawn(1, key_heads)
+    groups = {
+        "alone": alone(query, key, value),
+        "by hand": by_hand(query, new, key, value, room),
+        "by hand, paged": by_hand_paged(query, new, key, value, room),
+        "attnreg": {},
+    }
+    for name, (cache, _) in kinds_for(batch, past, room, key_heads, dim, dtype, "cuda").items():
         if name in ("static", "paged"):
             fill(cache[0], key, value)
-            functions[name] = lambda cache=cache: attention(query, *new, cache=cache[0], causal=True)
+            groups["attnreg"][name] = lambda cache=cache: attention(query, *new, cache=cache[0], causal=True)
+    functions = {name: function for group in groups.values() for name, function in group.items()}
+    chosen, problems = {}, []
     for name in list(functions):
         try:
             functions[name]()
-            chosen[name] = "" if name in direct else last_selection().chosen.name
+            torch.cuda.synchronize()
+            chosen[name] = last_selection().chosen.name if name in groups["attnreg"] else ""
         except Exception as error:
-            problems.append(f"  {name}: {type(error).__name__}: {str(error).splitlines()[0]}")
+            problems.append(f"{name}: {type(error).__name__}: {str(error).splitlines()[0]}")
             del functions[name]
-    device = interleaved(functions, seconds=2.0, most=40)
-    host = {name: chained(function) for name, function in functions.items()}
-    replays = {}
+    columns = {"on the card": interleaved(functions, seconds=2.0, most=40), "chained": {n: chained(f) for n, f in functions.items()}}
+    replays, steps = {}, {name: launches(function) for name, function in functions.items()}
     for name in functions:
         if name != "paged":  # which pages are written, the host decides
             try:
                 replays[name] = captured(functions[name])
             except Exception as error:
-                problems.append(f"  {name}, captured: {type(error).__name__}: {str(error).splitlines()[0]}")
-    graphs = interleaved(replays, seconds=2.0, most=40)
-    best = min(device[name] for name in device if name in direct)
-    best_graph = min((graphs[name] for name in graphs if name in direct), default=float("nan"))
-    print(f"b{batch} past {past} heads {heads}/{key_heads} d{dim} {dtype}: milliseconds a step, and times the best direct kernel")
-    print(f"  {'':22} {'on the card':>18} {'chained calls':>14} {'CUDA graph':>18}")
-    for name in functions:
-        graph = f"{graphs[name]:9.4f} {graphs[name] / best_graph:6.2f}x" if name in graphs else f"{'-':>17}"
-        print(f"  {name:12} {chosen[name]:9} {device[name]:10.4f} {device[name] / best:6.2f}x {host[name]:14.4f}  {graph}", flush=True)
-    print("\n".join(problems), end="\n" if problems else "")
+                problems.append(f"{name}, captured: {type(error).__name__}: {str(error).splitlines()[0]}")
+    columns["in a CUDA graph"] = interleaved(replays, seconds=2.0, most=40)
+
+    def best(column, group):
+        return min((columns[column][n] for n in groups[group] if n in columns[column]), default=float("nan"))
+
+    rows = []
+    for group, members in groups.items():
+        for name in members:
+            if name not in functions:
+                continue
+            row = {"group": group, "row": name, "chosen": chosen[name], "launches": steps[name]}
+            for column, times in columns.items():
+                if name in times:
+                    hand = "by hand, paged" if "paged" in (group, name) or group == "by hand, paged" else "by hand"
+                    row[column] = {"ms": times[name], "x alone": times[name] / best(column, "alone")}
+                    if group != "alone":
+                        row[column]["x by hand"] = times[name] / best(column, hand)
+            rows.append(row)
+    title = f"b{batch}, past {past}, heads {heads}/{key_heads}, d{dim}, {dtype}"
+    print(f"{title}: milliseconds a step (times the best alone; times the best by hand)")
+    for row in rows:
+        print(f"  {row['row']:36} {row['chosen']:7} {len(row['launches']):3} launches  " + "  ".join(map(_cell, _cells(row))), flush=True)
+    print("".join(f"  {problem}\n" for problem in problems), end="")
+    return {"title": title, "rows": rows, "problems": problems}
+
+
+_COLUMNS = ("on the card", "chained", "in a CUDA graph")
+
+
+def _cells(row: dict) -> list[dict | None]:
+    return [row.get(column) for column in _COLUMNS]
+
+
+def _cell(cell: dict | None) -> str:
+    if cell is None:
+        return f"{'-':>24}"
+    hand = f"; {cell['x by hand']:.2f}" if "x by hand" in cell else ""
+    return f"{cell['ms']:.4f} ({cell['x alone']:.2f}{hand})".rjust(24)
+
+
+def table(result: dict) -> str:
+    """One GPU result as markdown."""
+    lines = [
+        f"{result['title']}: milliseconds a step (times the best kernel alone; times the best step by hand)\n",
+        "| | | launches | " + " | ".join(_COLUMNS) + " |",
+        "|---" * (3 + len(_COLUMNS)) + "|",
+    ]
+    for row in result["rows"]:
+        name = row["row"] if not row["chosen"] else f"attnreg {row['row']} ({row['chosen']})"
+        cells = " | ".join(_cell(cell).strip() for cell in _cells(row))
+        lines.append(f"| {row['group']} | {name} | {len(row['launches'])} | {cells} |")
+    lines += [f"\n{problem}" for problem in result["problems"]]
+    return "\n".join(lines)
 
 
 def appending(total: int = 32768, step: int = 4096) -> None:
@@ -167,15 +359,34 @@ def allocated(past: int) -> dict[str, int]:
     return counts
 
 
-if __name__ == "__main__":
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", default=".", help="folder for cache.json and cache.md")
+    folder = pathlib.Path(parser.parse_args().out)
+    folder.mkdir(parents=True, exist_ok=True)
     begun = time.perf_counter()
     card = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
-    print(f"torch {torch.__version__}, Python {platform.python_version()}, {card}, {torch.get_num_threads()} threads")
+    where = f"torch {torch.__version__}, Python {platform.python_version()}, {card}, {torch.get_num_threads()} threads"
+    print(where)
+    results = []
     if torch.cuda.is_available():
         for batch, past in ((1, 32768), (32, 8192), (64, 1024)):
-            on_a_gpu(batch, past)
+            results.append(on_a_gpu(batch, past))
             torch.cuda.empty_cache()
-    on_the_cpu()
+        print(f"GPU part in {time.perf_counter() - begun:.0f} s")
+    rows = on_the_cpu()
+    (folder / "cache.json").write_text(json.dumps({"where": where, "gpu": results, "cpu": rows}, indent=1))
+    cpu = [
+        "One decode step on the CPU, microseconds\n",
+        "| | wall clock | times direct | CPU time | times direct |",
+        "|---|---|---|---|---|",
+    ]
+    cpu += [f"| {r['row']} | {r['us']:.0f} | {r['x us']:.2f} | {r['CPU us']:.0f} | {r['x CPU us']:.2f} |" for r in rows]
+    (folder / "cache.md").write_text("\n\n".join([where, *map(table, results), "\n".join(cpu)]) + "\n")
     print("bytes allocated by appending one token:", {past: allocated(past) for past in (256, 2048)})
     appending()
     print(f"in {time.perf_counter() - begun:.0f} s")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,6 +1,8 @@
 """The faults of the systems that attnreg grew out of, and other promises, by name."""
 
+import functools
 import gc
+import sys
 import weakref
 
 import pytest
@@ -9,7 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import attnreg
 from attnreg import DynamicCache, PagedCache, SlidingCache, StaticCache, attention
-from attnreg.cache import from_transformers, static, to_transformers
+from attnreg.cache import append, from_transformers, static, to_transformers
+from attnreg.call import AttentionCall
 from attnreg.conformance import cache_suite
 
 
@@ -253,6 +256,32 @@ def test_static_with_unseen_lengths_writes_nothing_past_its_capacity(lengths_uns
     assert not bool(cache.overflowed)
 
 
+@pytest.mark.parametrize("kind", ["static", "paged"])
+def test_without_triton_lengths_are_kept_by_torch(kind, lengths_unseen, monkeypatch):
+    monkeypatch.setattr(append, "taken", lambda key: True)
+    monkeypatch.setattr(append, "_kernel", functools.cache(append._kernel.__wrapped__))
+    monkeypatch.setitem(sys.modules, "triton", None)  # as where it is not installed
+    monkeypatch.delitem(sys.modules, "attnreg.cache.append_kernel", raising=False)
+    query, key, value = tensors(size=9)
+    cache, i = caches()[kind], 0
+    expected = attention(query, key, value, causal=True)
+    for n in (1, 3, 1, 1, 3):
+        out = attention(*(t[:, i : i + n] for t in (query, key, value)), cache=cache[0], causal=True)
+        torch.testing.assert_close(out, expected[:, i : i + n], rtol=1e-5, atol=1e-6)
+        i += n
+    attention(*(t[:, :2] for t in (query, key, value)), cache=cache[0], causal=True, query_lengths=[2, 1])
+    assert cache.lengths.tolist() == [11, 10] and append._kernel() is None
+    assert kind == "static" or cache[0]._counted.tolist() == [11, 10]
+
+
+def test_static_with_unseen_lengths_says_nothing_of_padding_that_depends_on_them(lengths_unseen):
+    query, key, value = tensors(size=3)
+    layer, real = StaticCache(1, 2, 8, 2, 8)[0], torch.tensor([[True, False, False]] * 2)
+    call = AttentionCall(query, key, value, causal=True, cache=layer, query_mask=real)
+    call.examine_padding()
+    assert not call.spec.padding_fits_packing  # seen from lengths of 0, it would
+
+
 def test_one_token_into_a_static_cache_is_two_writes_and_three_counts(lengths_unseen):
     class Counting(TorchDispatchMode):
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
@@ -265,7 +294,25 @@ def test_one_token_into_a_static_cache_is_two_writes_and_three_counts(lengths_un
         layer.write(step)
         layer.commit(step)
     ran = [name.split(".")[1] for name in ran if "squeeze" not in name]
-    assert ran == ["index_copy_", "index_copy_", "add_", "clamp", "add"]
+    assert ran == ["add", "index_copy_", "index_copy_", "add_", "clamp"]
+
+
+def test_a_static_step_masks_what_is_past_the_lengths_in_three_operations(lengths_unseen):
+    class Counting(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            out = function(*args, **(kwargs or {}))
+            if not any(text in str(function) for text in ("transpose", "slice", "unsqueeze", "alias", "detach", "promote_types")):
+                ran.append(str(function).split(".")[1])
+            return out
+
+    query, key, value = tensors(size=1)
+    layer = StaticCache(1, 2, 8, 2, 8)[0]
+    for _ in range(2):  # the second time by the plan
+        ran = []
+        with Counting():
+            attention(query, key, value, cache=layer, causal=True)
+    after_the_append = ran[ran.index("clamp") + 1 :]
+    assert after_the_append == ["arange", "lt", "empty", "log", "_scaled_dot_product_flash_attention_for_cpu"]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA: a graph is captured")
@@ -303,6 +350,26 @@ def test_pages_run_out_with_nothing_lost_and_come_back():
     assert cache.free_pages == 2 and cache.allocate() == 1
     out = attention(query[:, 4:], key[:, 4:], value[:, 4:], cache=cache[0], causal=True, query_lengths=[4, 0])
     torch.testing.assert_close(out[:1], attention(query, key, value, causal=True)[:1, 4:], rtol=1e-5, atol=1e-6)
+
+
+def test_allocated_rows_are_distinct_until_freed():
+    query, key, value = tensors(batch=3, size=1)
+    cache = PagedCache(1, 3, 6, 4, 2, 8)
+    rows = [cache.allocate(), cache.allocate()]
+    assert len(set(rows)) == 2
+    fork = cache.fork()
+    rows.append(cache.allocate())
+    assert sorted(rows) == [0, 1, 2] and fork.allocate() == rows[2]
+    with pytest.raises(ValueError, match="all 3 rows are in use"):
+        cache.allocate()
+    attention(query, key, value, cache=cache[0], causal=True)
+    cache.crop([0, 1, 1])  # an emptied row is still its owner's
+    with pytest.raises(ValueError, match="all 3 rows are in use"):
+        cache.allocate()
+    cache.free(rows[1])
+    assert cache.allocate() == rows[1]
+    cache.reset()
+    assert sorted(cache.allocate() for _ in rows) == [0, 1, 2]
 
 
 def test_pages_share_a_prefix_until_one_writes():

@@ -268,3 +268,136 @@ def test_gradients_past_the_last_segment_are_zero(backend):
         output.float().square().sum().backward()
         for tensor in (output, *(t.grad for t in tensors.values())):
             assert tensor.isfinite().all() and (tensor[:, 90:] == 0).all()
+
+
+# ---------------------------------------------------------------------- caches
+
+
+def tokens(batch=3, size=40, heads=8, key_heads=2, dim=64, value_dim=None, dtype=torch.bfloat16):
+    sizes = ((heads, dim), (key_heads, dim), (key_heads, value_dim or dim))
+    return [torch.randn(batch, size, *each, device="cuda").to(dtype) for each in sizes]
+
+
+@pytest.fixture
+def by_kernel():
+    """The append's kernel, fresh: what ran by it is in `_launched`."""
+    from attnreg.cache import append
+
+    if append._kernel() is None:
+        pytest.skip("no Triton")
+    append._launched.clear()
+    return append
+
+
+@pytest.mark.parametrize(
+    ("dim", "value_dim", "dtype"), [(64, 64, torch.bfloat16), (128, 128, torch.float16), (80, 48, torch.float32), (9, 9, torch.float64)]
+)
+@pytest.mark.parametrize("kind", ["static", "paged"])
+def test_append_of_one_launch_equals_torch(kind, dim, value_dim, dtype, by_kernel, monkeypatch):
+    sizes = {"key_heads": 3, "head_dim": dim, "value_dim": value_dim, "dtype": dtype, "device": "cuda"}
+    make = {
+        "static": lambda: attnreg.StaticCache(1, 5, 20, **sizes)[0],
+        "paged": lambda: attnreg.PagedCache(1, 5, 60, 4, **sizes)[0],
+    }[kind]
+    layers, taken = [make(), make()], by_kernel.taken
+    # Laid out as (B, H, n, D), in the middle of something larger, and 16 bytes off.
+    rooms = [torch.randn(5, 3, 40, 2 * d, device="cuda").to(dtype) for d in (dim, value_dim)]
+    i = 0
+    for n, counts in ((1, None), (3, None), (4, [4, 0, 2, 1, 3]), (1, [1, 0, 1, 1, 0]), (1, None), (16, None), (1, None), (1, None)):
+        new = [room[:, :, i : i + n, d : 2 * d].transpose(1, 2) for room, d in zip(rooms, (dim, value_dim))]
+        i += n
+        for layer, kernel in zip(layers, (True, False)):
+            monkeypatch.setattr(by_kernel, "taken", taken if kernel else lambda key: False)
+            step = layer.prepare(*new, counts, None, None)
+            layer.write(step)
+            lengths = step.key_lengths.clone()
+            layer.commit(step)
+            if kernel:
+                right = lengths
+        assert torch.equal(right, lengths) and torch.equal(layers[0].lengths, layers[1].lengths)
+    assert len(by_kernel._launched) >= 5
+    if kind == "static":
+        assert bool(layers[0].overflowed) and bool(layers[1].overflowed)
+        pairs = [(getattr(layers[0], name), getattr(layers[1], name)) for name in ("key", "value", "_asked")]
+    else:
+        pairs = [(getattr(layers[0].pool, name), getattr(layers[1].pool, name)) for name in ("keys", "values")]
+    assert all(torch.equal(a, b) for a, b in pairs)
+
+
+@pytest.mark.parametrize("backend", ["auto", *(name for name in NAMES if name != "reference")])
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_captured_static_step_replayed_past_the_capacity(n, backend, by_kernel):
+    whole, capacity = tokens(), 24
+    cache = attnreg.StaticCache(1, 3, capacity, 2, 64, dtype=torch.bfloat16, device="cuda")
+    inputs = [t[:, :n].clone() for t in whole]
+    options = {"cache": cache[0], "causal": True, "backend": backend}
+    must_be_able(dict(zip(("query", "key", "value"), inputs)) | {"cache": cache[0], "causal": True}, backend)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            attnreg.attention(*inputs, **options)
+    torch.cuda.current_stream().wait_stream(side)
+    assert by_kernel._launched
+    cache.reset()
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            output = attnreg.attention(*inputs, **options)
+    except NoBackendError:
+        pytest.skip("refuses this call while capturing")
+    cache.reset()
+    right = attnreg.attention(*(t[:, :capacity] for t in whole), causal=True, backend="reference")
+    for i in range(0, whole[0].shape[1], n):
+        for given, t in zip(inputs, whole):
+            given.copy_(t[:, i : i + n])
+        assert bool(cache.overflowed) == (i > capacity)
+        graph.replay()
+        if i < capacity:
+            torch.testing.assert_close(output, right[:, i : i + n], atol=2e-2, rtol=2e-2)
+    assert cache.lengths.tolist() == [capacity] * 3 and bool(cache.overflowed)
+    for room, t in zip(cache[0]._rooms, whole[1:]):
+        assert torch.equal(room[:, :capacity], t[:, :capacity]) and not room[:, capacity:].any()
+
+
+@pytest.mark.parametrize("page_size", [16, 256])
+@pytest.mark.parametrize("backend", ["auto", *(name for name in NAMES if name != "reference")])
+def test_paged_decode_equals_one_shot(backend, page_size, by_kernel):
+    if backend == "flex" and page_size == 16:
+        pytest.skip("compiles for every page")
+    whole = tokens(size=300)
+    cache = attnreg.PagedCache(1, 3, 3 * (512 // page_size), page_size, 2, 64, dtype=torch.bfloat16, device="cuda")
+    options = {"cache": cache[0], "causal": True, "backend": backend}
+    must_be_able(dict(zip(("query", "key", "value"), (t[:, :1] for t in whole))) | {"cache": cache[0], "causal": True}, backend)
+    attnreg.attention(*(t[:, :250] for t in whole), cache=cache[0], causal=True)
+    right = attnreg.attention(*whole, causal=True, backend="reference")
+    for i in range(250, 300):
+        output = attnreg.attention(*(t[:, i : i + 1] for t in whole), **options)
+        torch.testing.assert_close(output, right[:, i : i + 1], atol=2e-2, rtol=2e-2)
+    assert by_kernel._launched and cache.lengths.tolist() == [300] * 3
+    # Rows that rest, and rows that are cut and go on.
+    cache.crop([280, 300, 290])
+    step = [t[:, 290:291].clone() for t in whole]
+    output = attnreg.attention(*step, **options, query_lengths=[0, 0, 1]) if backend == "auto" else None
+    if output is not None:
+        torch.testing.assert_close(output[2:], right[2:, 290:291], atol=2e-2, rtol=2e-2)
+        assert cache.lengths.tolist() == [280, 300, 291]
+
+
+def test_a_paged_cache_refuses_to_be_captured():
+    cache = attnreg.PagedCache(1, 3, 12, 256, 2, 64, dtype=torch.bfloat16, device="cuda")
+    step = [t[:, :1] for t in tokens()]
+    attnreg.attention(*step, cache=cache[0], causal=True)
+    with pytest.raises(RuntimeError, match="use StaticCache"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        attnreg.attention(*step, cache=cache[0], causal=True)
+    assert cache.lengths.tolist() == [1, 1, 1]
+
+
+def test_masks_made_of_lengths_are_made_anew_after_an_append():
+    if not attnreg.backends()["flex"].reason_missing:
+        whole = tokens()
+        cache = attnreg.StaticCache(1, 3, 40, 2, 64, dtype=torch.bfloat16, device="cuda")
+        right = attnreg.attention(*whole, causal=True, backend="reference")
+        for i in range(4):
+            output = attnreg.attention(*(t[:, i : i + 1] for t in whole), cache=cache[0], causal=True, backend="flex")
+            torch.testing.assert_close(output, right[:, i : i + 1], atol=2e-2, rtol=2e-2)

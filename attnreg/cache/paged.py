@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from . import append
 from .layers import Cache
 from .protocol import (
     Lengths,
@@ -19,6 +20,7 @@ from .protocol import (
     check_new,
     host_counts,
     on_device,
+    put,
     refuse_gradient,
     row_numbers,
     shorter,
@@ -84,6 +86,8 @@ class _New(NamedTuple):
     first: tuple[int, int] | None
     entries: list[tuple[int, int, int]]
     """Row, column and page that `table` does not hold yet."""
+    counted: torch.Tensor | None
+    """The lengths on the device, which `write` advances, or None."""
 
 
 def _first_pages(tables: list[list[int]]) -> tuple[int, int] | None:
@@ -109,6 +113,8 @@ class PagedLayer:
         """The tables on the device, (B, room) with room for pages to come; made anew when None."""
         self._first: tuple[int, int] | None = None
         """`Pages.first` of the tables as they are in `_table`."""
+        self._counted: torch.Tensor | None = None
+        """The lengths on a GPU, (B,) int32, kept there from step to step; made anew when None."""
 
     def __del__(self) -> None:
         # A fork that is dropped gives its pages back.
@@ -131,7 +137,10 @@ class PagedLayer:
     ) -> Step:
         starts, pool, size = self._lengths, self.pool, self.page_size
         if key is None:
-            return self._step(*self._tabled(self._tables), starts, None, max(starts, default=0))
+            there = self._counts_there() if key_mask is None else None
+            return self._step(*self._tabled(self._tables), starts, None, max(starts, default=0), there)
+        if pool.keys.is_cuda and not torch.compiler.is_compiling() and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("cache: a PagedCache can't append in a CUDA graph, since the host decides which pages; use StaticCache")
         check_new(key, value, pool.keys, pool.values, len(starts))
         refuse_gradient(key, value)
         counts = host_counts(counts, len(starts), key.shape[1])
@@ -166,8 +175,17 @@ class PagedLayer:
                 "free(rows) of finished requests, or make a larger PagedCache"
             )
         table, first = self._tabled(tables, bool(copies))
-        new = _New(key, value, tables, after, starts, counts, list(fresh), copies, table, first, entries if table is self._table else [])
-        return self._step(table, first, after, new, max(starts, default=0) + key.shape[1])
+        # What a key mask means for the choice is asked before `write`, and so the lengths are made anew then, as they will be.
+        there = self._counts_there() if key.shape[1] <= append.FEW and key_mask is None else None
+        entries = entries if table is self._table else []
+        new = _New(key, value, tables, after, starts, counts, list(fresh), copies, table, first, entries, there)
+        return self._step(table, first, after, new, max(starts, default=0) + key.shape[1], there)
+
+    def _counts_there(self) -> torch.Tensor | None:
+        if self._counted is None and append.taken(self.pool.keys):
+            with torch.inference_mode(False):
+                self._counted = on_device(self._lengths, self.pool.keys.device)
+        return self._counted
 
     def _tabled(self, tables: list[list[int]], changed: bool = False) -> tuple[torch.Tensor, tuple[int, int] | None]:
         """The tables on the device, and where their pages begin. New pages have their place there; `write` enters them."""
@@ -182,14 +200,24 @@ class PagedLayer:
             self._table, self._first = table, first
         return table, first
 
-    def _step(self, table: torch.Tensor, first: tuple[int, int] | None, lengths: list[int], new: Any, slots: int) -> Step:
+    def _step(
+        self,
+        table: torch.Tensor,
+        first: tuple[int, int] | None,
+        lengths: list[int],
+        new: Any,
+        slots: int,
+        there: torch.Tensor | None,
+    ) -> Step:
         longest, device = max(lengths, default=0), self.pool.keys.device
         width = max(-(-longest // self.page_size), 1)
-        pages = Pages(self.pool.keys, self.pool.values, table[:, :width], longest, first)
-        # Kernels that read pages are told each row's length; those of the CPU get them gathered, and need none where all are alike.
-        alike = device.type == "cpu" and lengths and uniform(lengths)
+        # Kernels that read pages are told each row's length; those of the CPU get them gathered, and need none where all are alike. On a GPU
+        # whole pages are shown, so that what is made for a shape (cuDNN's plans) is made anew for a page, not for a token.
+        pages = Pages(self.pool.keys, self.pool.values, table[:, :width], longest if there is None else None, first)
+        if there is None and not (device.type == "cpu" and lengths and uniform(lengths)):
+            there = on_device(lengths, device)
         # A mask covers the longest row, as `slots` says before the call.
-        return Step(None, None, slots, None if alike else on_device(lengths, device), pages, new)
+        return Step(None, None, slots, there, pages, new, settled=new is None or new.counted is None or new.key.shape[1] == 1)
 
     def write(self, step: Step) -> None:
         new, pool, size = step.new, self.pool, self.page_size
@@ -201,7 +229,22 @@ class PagedLayer:
             source, target = torch.tensor(new.copies, device=device).T
             pool.keys[target], pool.values[target] = pool.keys[source], pool.values[source]
         self._enter(new.entries, new.table)
-        tables, starts, counts = new.tables, new.starts, new.counts
+        if new.counted is None:
+            self._write_by_torch(new, step.pages)
+            return
+        rows, n = new.key.shape[:2]
+        counts = None if new.counts == [n] * rows else on_device(new.counts, device)
+        if not append.in_one_launch(new.key, new.value, pool.keys, pool.values, new.counted, size, counts, table=new.table):
+            self._write_by_torch(new, step.pages)
+            new.counted.add_(n if counts is None else counts)
+
+    def _write_by_torch(self, new: _New, pages: Pages) -> None:
+        pool, size, tables, starts, counts = self.pool, self.page_size, new.tables, new.starts, new.counts
+        if new.first is not None and uniform(starts) and uniform(counts):
+            put(pages.gathered(pool.keys), new.key, starts, counts)
+            put(pages.gathered(pool.values), new.value, starts, counts)
+            return
+        device = pool.keys.device
         slots = [(tables[b], n) for b, c in enumerate(counts) for n in range(starts[b], starts[b] + c)]
         places = torch.tensor([table[n // size] * size + n % size for table, n in slots], dtype=torch.long).to(device, non_blocking=True)
         for flat, tokens in zip(pool.flat, (new.key, new.value)):
@@ -221,10 +264,10 @@ class PagedLayer:
     def commit(self, step: Step) -> None:
         new = step.new
         self.pool.release([source for source, _ in new.copies])
-        self._tables, self._lengths, self._table, self._first = new.tables, new.after, new.table, new.first
+        self._tables, self._lengths, self._table, self._first, self._counted = new.tables, new.after, new.table, new.first, new.counted
 
     def undo(self, step: Step) -> None:
-        new = step.new
+        new, self._counted = step.new, None
         self.pool.release([page for page in new.fresh if self.pool.holders[page]])
         self._enter([(row, column, 0) for row, column, _ in new.entries], new.table)
         self._clear(self._tables, new.starts, new.after)
@@ -254,7 +297,7 @@ class PagedLayer:
             self.pool.release(self._tables[b][keep:])
             self._tables[b] = self._tables[b][:keep]
         self._clear(self._tables, wanted, self._lengths)
-        self._lengths, self._table = wanted, None
+        self._lengths, self._table, self._counted = wanted, None, None
 
     def reorder(self, indices: torch.Tensor) -> None:
         """Row b becomes what row `indices[b]` was, sharing its pages. No content is copied until one of them appends."""
@@ -265,7 +308,7 @@ class PagedLayer:
         self._tables, self._lengths = [list(old[r]) for r in rows], [self._lengths[r] for r in rows]
         for table in old:
             self.pool.release(table)
-        self._table = None
+        self._table = self._counted = None
 
     def share(self, source: int, target: int, length: int | None = None) -> None:
         """Gives the empty row `target` the first `length` tokens of row `source`: whole pages are shared, the last one is copied."""
@@ -282,7 +325,8 @@ class PagedLayer:
             self.pool.keys[page, :rest], self.pool.values[page, :rest] = self.pool.keys[old, :rest], self.pool.values[old, :rest]
         shared = self._tables[source][:whole]
         self.pool.hold(shared)
-        self._tables[target], self._lengths[target], self._table = shared + last, length, None
+        self._tables[target], self._lengths[target] = shared + last, length
+        self._table = self._counted = None
 
     def reset(self, rows: Sequence[int] | torch.Tensor | None = None) -> None:
         gone = set(row_numbers(rows, len(self._lengths)))
@@ -316,7 +360,7 @@ class PagedLayer:
             step = empty.prepare(key.detach(), value.detach(), lengths.tolist(), None, None)
             empty.write(step)
         empty.commit(step)
-        self._tables, self._lengths, self._table = empty._tables, empty._lengths, None
+        self._tables, self._lengths, self._table, self._counted = empty._tables, empty._lengths, None, None
         empty._tables = []
 
 
@@ -346,21 +390,34 @@ class PagedCache(Cache):
         dims = (head_dim, head_dim if value_dim is None else value_dim)
         pools = [Pool(*(zeros((pages + 1, page_size, key_heads, dim), like) for dim in dims)) for _ in range(layers)]
         super().__init__([PagedLayer(pool, rows) for pool in pools])
+        self._allocated: set[int] = set()
+        """Rows that were handed out and not freed since; they may be empty as yet."""
 
     @property
     def free_pages(self) -> int:
         return len(self.layer(0).pool.free)
 
     def allocate(self) -> int:
-        """A row that is not in use. Raises ValueError when all are."""
+        """An empty row, which is the caller's until it is freed or reset. Raises ValueError when all are in use."""
         for row, length in enumerate(self.layer(0)._lengths):
-            if length == 0:
+            if length == 0 and row not in self._allocated:
+                self._allocated.add(row)
                 return row
         raise ValueError(f"cache: all {len(self.layer(0)._lengths)} rows are in use; free(rows) of finished requests")
 
     def free(self, rows: Sequence[int] | torch.Tensor | int) -> None:
         """Empties rows and gives their pages back."""
-        self._every("reset", rows)
+        self.reset(rows)
+
+    def reset(self, rows: Sequence[int] | torch.Tensor | int | None = None) -> None:
+        """Empties some rows, or all, and gives their pages back: `allocate` may hand them out again."""
+        super().reset(rows)
+        self._allocated.difference_update(row_numbers(rows, len(self.layer(0)._lengths)))
+
+    def fork(self) -> PagedCache:
+        new = super().fork()
+        new._allocated = set(self._allocated)
+        return new
 
     def share(self, source: int, target: int, length: int | None = None) -> None:
         """Gives the empty row `target` the first `length` tokens of row `source`, in the same pages: a prefix that requests share."""

@@ -54,6 +54,8 @@ class Step(NamedTuple):
     pages: Pages | None = None
     new: Any = None
     """What `write` and `commit` need; None when nothing is appended."""
+    settled: bool = True
+    """False where `key_lengths` are those after the call only once `write` has run: until then no choice may look at them."""
 
 
 @runtime_checkable

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from .append import FEW, in_one_launch
 from .layers import Cache
 from .protocol import Lengths, Step, check_new, clear, host_counts, put, refuse_gradient, row_numbers, shorter, uniform, zeros
 
@@ -15,6 +16,15 @@ from .protocol import Lengths, Step, check_new, clear, host_counts, put, refuse_
 def lengths_at_hand(device: torch.device) -> bool:
     """Whether the host may look at lengths without waiting for a device, or breaking a graph."""
     return device.type == "cpu" and not torch.compiler.is_compiling()
+
+
+class _InPlace(NamedTuple):
+    """How many tokens a step adds to the lengths that its kernels read."""
+
+    counts: torch.Tensor | None
+    """(B,) int32; None where every row appends all of them."""
+    done: list[int]
+    """Empty until they are counted."""
 
 
 class StaticLayer:
@@ -32,8 +42,7 @@ class StaticLayer:
             self._asked = torch.zeros(rows, dtype=torch.int32, device=like.device)
             """Lengths as they would be without a capacity: what is past it has overflowed."""
             self._first = torch.arange(rows, device=like.device) * (capacity + 1)
-            self._next = self._first.clone()
-            """Where each row's next token goes in `_flat`."""
+            """Where each row begins in `_flat`."""
             self._overflowed = torch.zeros((), dtype=torch.bool, device=like.device)
 
     def _set_rooms(self, rooms: tuple[torch.Tensor, torch.Tensor]) -> None:
@@ -64,12 +73,14 @@ class StaticLayer:
         if key is None:
             return Step(self.key, self.value, self.capacity, self.lengths)
         new = key.shape[1]
-        if new == 1 and counts is None:
-            # The lengths are those after the call: `write` sets them in place before a kernel reads them.
-            return Step(self.key, self.value, self.capacity, self.lengths, new=(key, value, []))
-        if counts is not None and not isinstance(counts, torch.Tensor):
-            counts = torch.tensor(counts, dtype=torch.int32, device=self.lengths.device)
-        after = self.lengths + (new if counts is None else counts.clamp(0, new).to(torch.int32))
+        if counts is not None:
+            counts = torch.as_tensor(counts, dtype=torch.int32).to(self.lengths.device, non_blocking=True)
+        if (new == 1 and counts is None) or (new <= FEW and key_mask is None):
+            # The lengths are those after the call: `write` sets them in place before a kernel reads them. What a key mask of several tokens
+            # means for the choice is asked before that, and so they are computed beforehand.
+            in_place = (key, value, _InPlace(counts, []))
+            return Step(self.key, self.value, self.capacity, self.lengths, new=in_place, settled=new == 1)
+        after = self.lengths + (new if counts is None else counts.clamp(0, new))
         fits = after <= self.capacity
         after = torch.where(fits, after, self.lengths)
         return Step(self.key, self.value, self.capacity, after, new=(key, value, after, fits))
@@ -98,12 +109,25 @@ class StaticLayer:
         elif len(rest) == 2:
             self._write_where_it_fits(key, value, rest[0])
         else:
+            counts, done = rest[0]
+            if not in_one_launch(key, value, *self._rooms, self.lengths, self.capacity, counts, self._asked):
+                self._write_in_place(key, value, counts)
+            done.append(key.shape[1])
+
+    def _write_in_place(self, key: torch.Tensor, value: torch.Tensor, counts: torch.Tensor | None) -> None:
+        """What `in_one_launch` does, by torch's operations; what does not fit lands in the spare slot."""
+        if key.shape[1] == 1 and counts is None:
+            place = self._first + self.lengths
             for flat, new in zip(self._flat, (key, value)):
-                flat.index_copy_(0, self._next, new.squeeze(1))
+                flat.index_copy_(0, place, new.squeeze(1))
             self._asked.add_(1)
-            rest[0].append("counted")
             torch.clamp(self._asked, max=self.capacity, out=self.lengths)
-            torch.add(self._first, self.lengths, out=self._next)
+            return
+        asked = self._asked + (key.shape[1] if counts is None else counts.clamp(0, key.shape[1]))
+        after = torch.where(asked <= self.capacity, asked, self.lengths)
+        self._write_where_it_fits(key, value, after)
+        self._asked.copy_(asked)
+        self.lengths.copy_(after)
 
     def _write_where_it_fits(self, key: torch.Tensor, value: torch.Tensor, after: torch.Tensor) -> None:
         number = torch.arange(key.shape[1], device=self.key.device)
@@ -117,18 +141,20 @@ class StaticLayer:
         self._overflowed.logical_or_((self._asked > self.capacity).any())
         self.lengths.copy_(lengths)
         self._asked.copy_(lengths)
-        torch.add(self._first, self.lengths, out=self._next)
 
     def commit(self, step: Step) -> None:
         rest = step.new[2:]
         if len(rest) == 3 and uniform(rest[2]):
-            for counter in (self.lengths, self._asked, self._next):
-                counter.add_(rest[2][0])
+            self.lengths.add_(rest[2][0])
+            self._asked.add_(rest[2][0])
         elif len(rest) == 3:
             self._hold(torch.tensor(rest[0], dtype=torch.int32))
         elif len(rest) == 2:
             self._hold(rest[0])
             self._overflowed.logical_or_(~rest[1].all())
+        elif step.new[0].shape[1] > 1:
+            # After one token, lengths are what was asked for, up to the capacity. A row that had no room for several has kept its own.
+            self._hold(self.lengths)
 
     def undo(self, step: Step) -> None:
         rest = step.new[2:]
@@ -136,8 +162,9 @@ class StaticLayer:
             clear(self.key, rest[1], rest[0])
             clear(self.value, rest[1], rest[0])
             return
-        if rest == (["counted"],):
-            torch.clamp(self._asked.sub_(1), max=self.capacity, out=self.lengths)
+        if len(rest) == 1 and rest[0].done:
+            new, counts = rest[0].done[0], rest[0].counts
+            torch.clamp(self._asked.sub_(new if counts is None else counts.clamp(0, new)), max=self.capacity, out=self.lengths)
         self._keep(self.lengths)
 
     def crop(self, lengths: Lengths) -> None:
