@@ -187,6 +187,49 @@ def test_a_plan_that_fails_leaves_no_half_planned_wrapper(library, monkeypatch):
     same_as_reference(given)
 
 
+on_a_card = pytest.mark.skipif(
+    not torch.cuda.is_available() or bool(attnreg_flashinfer.flashinfer.reason_missing), reason="needs FlashInfer and a CUDA device"
+)
+
+
+@on_a_card
+@pytest.mark.parametrize("window", [None, (3, None)])
+@pytest.mark.parametrize("heads", [2, 4, 8])  # a group of 4 takes the kernel for tensor cores
+@pytest.mark.parametrize(("lengths", "size"), [([1, 4, 5, 11], 4), ([300, 17, 0, 64], 16), ([0, 0], 4)])
+def test_pages_by_the_library(lengths, size, heads, window):
+    call = paged(lengths, size, heads, window)
+    pools, table = (call.pages.keys, call.pages.values), call.pages.block_table
+    query, *pools = (t.to("cuda", torch.bfloat16) for t in (call.query, *pools))
+    pages = Pages(*pools, table.cuda())
+    call = AttentionCall(query, None, None, pages=pages, key_lengths=call.key_lengths.cuda(), causal=True, window=window, return_lse=True)
+    output, lse = attnreg_flashinfer.run_flashinfer(call)
+    dense = call.replaced()
+    dense.gather_pages()
+    options = {"key_lengths": call.key_lengths, "causal": True, "window": window, "return_lse": True, "backend": "reference"}
+    wanted, wanted_lse = attnreg.attention(query.double(), dense.key.double(), dense.value.double(), **options)
+    allowed = 8 * torch.finfo(torch.bfloat16).eps
+    torch.testing.assert_close(output.double(), wanted, rtol=0, atol=allowed * max(1.0, float(dense.value.abs().max())))
+    torch.testing.assert_close(lse.double(), wanted_lse.double(), rtol=allowed, atol=allowed)
+
+
+@on_a_card
+def test_a_paged_cache_steps_on_by_the_library():
+    """Two layers and four steps: what the plan of the last step holds must never serve the next."""
+    cache = attnreg.PagedCache(2, 3, 32, 4, 2, 64, dtype=torch.bfloat16, device="cuda")
+    random = torch.Generator("cuda").manual_seed(0)
+    past = [None, None]
+    for count in (5, 1, 1, 1):
+        for layer in range(2):
+            query, key, value = (
+                torch.randn(3, count, heads, 64, generator=random, device="cuda", dtype=torch.bfloat16) for heads in (4, 2, 2)
+            )
+            past[layer] = (key, value) if past[layer] is None else tuple(torch.cat(p, 1) for p in zip(past[layer], (key, value)))
+            backend = "flashinfer" if count == 1 else "reference"
+            got = attnreg.attention(query, key, value, cache=cache[layer], causal=True, backend=backend)
+            wanted = attnreg.attention(query.double(), *(t.double() for t in past[layer]), causal=True, backend="reference")
+            torch.testing.assert_close(got.double(), wanted, rtol=0, atol=8 * torch.finfo(torch.bfloat16).eps * 4)
+
+
 @pytest.mark.parametrize(
     ("changes", "what"),
     [
