@@ -12,7 +12,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-_ARRAYS = ("query", "key", "value", "query_mask", "key_mask", "mask", "bias", "key_lengths", "query_lengths", "key_starts", "alibi_slopes", "sinks")
+_ARRAYS = (
+    "query", "key", "value", "query_mask", "key_mask", "mask", "bias", "key_lengths", "query_lengths", "key_starts", "alibi_slopes", "sinks",
+)  # fmt: skip
 
 
 class Kind(NamedTuple):

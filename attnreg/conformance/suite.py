@@ -326,7 +326,7 @@ def run_checks(
         "value_dim": str(backend.claims.value_dim),
         "bound": backend.claims.bound,
     }
-    origin = registry.origin(backend.name)
+    origin = registry.origin(backend.name).partition(" ")[0]  # a distribution's comes with its version
     libraries = _KERNELS if origin == "attnreg" and device == "cuda" else () if origin == "attnreg" else (origin,)
     libraries += getattr(backend.missing, "libraries", ())
     return Report(backend.name, device, _name(amount), tuple(outcomes), tally, claims, libraries)
