@@ -34,6 +34,13 @@ def attended(query, key, value, options):
     return output[0], (lse / math.log(2)).masked_fill(blind, -5e4)[0].T
 
 
+def readable(*tensors):
+    """As the kernels read: 16 bytes at a time, along a last dimension of stride 1. They check none of it."""
+    for tensor in tensors:
+        assert tensor.stride(-1) == 1 and tensor.data_ptr() % 16 == 0
+        assert not any(step * tensor.element_size() % 16 for step in tensor.stride()[:-1])
+
+
 class Wrapper:
     made: typing.ClassVar[list[Wrapper]] = []
 
@@ -56,6 +63,7 @@ class Ragged(Wrapper):
         self.plans += 1
 
     def run(self, q, k, v, *, return_lse=False):
+        readable(q, k, v)
         assert (q.shape[1], k.shape[1], q.shape[2], v.shape[2]) == self.dims
         of_query, of_key = self.ends
         assert q.shape[0] == of_query[-1] and k.shape[0] == v.shape[0] == of_key[-1]
@@ -74,6 +82,7 @@ class Decode(Wrapper):
         self.plans += 1
 
     def run(self, q, paged_kv_cache, *, return_lse=False):
+        readable(q, *paged_kv_cache)
         results = []
         for row, pages, last in zip(q, self.pages, self.last):
             keys, values = (pool[pages].flatten(0, 1)[: (len(pages) - 1) * self.size + last] for pool in paged_kv_cache)
@@ -109,6 +118,23 @@ def same_as_reference(given, **options):
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"causal": True, "window": (2, None), "scale": 0.3}])
 def test_plain_batches(library, lengths, options):
     same_as_reference(tensors(2, *lengths), **options)
+
+
+LAYOUTS = {
+    "spread": lambda t: t.repeat_interleave(2, -1)[..., ::2],
+    "odd rows": lambda t: torch.nn.functional.pad(t, (0, 1))[..., :-1],
+    "odd start": lambda t: torch.cat([t.new_zeros(1), t.flatten()])[1:].view(t.shape),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_the_kernels_cannot_read_is_copied(library, layout):
+    given = [LAYOUTS[layout](t) for t in tensors(2, 5, 5)]
+    same_as_reference(given, causal=True)
+    call = paged([3, 6])
+    pages = Pages(*map(LAYOUTS[layout], (call.pages.keys, call.pages.values)), call.pages.block_table)
+    got = attnreg_flashinfer.run_flashinfer(call.replaced(query=LAYOUTS[layout](call.query), pages=pages))
+    torch.testing.assert_close(got, attnreg_flashinfer.run_flashinfer(call))
 
 
 @pytest.mark.parametrize("causal", [False, True])
