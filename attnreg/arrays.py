@@ -12,16 +12,22 @@ from typing import Any, NamedTuple
 
 import torch
 
-_OPTIONS = ("query_mask", "key_mask", "mask", "bias", "key_lengths", "query_lengths", "key_starts", "alibi_slopes", "sinks")
+_ARRAYS = (
+    "query", "key", "value", "query_mask", "key_mask", "mask", "bias", "key_lengths", "query_lengths", "key_starts", "alibi_slopes", "sinks",
+)  # fmt: skip
 
 
 class Kind(NamedTuple):
-    """A framework's arrays, as the query shows them."""
+    """What is known of a type of arrays, once one of them was seen: a call of few tokens takes less time than asking again."""
 
     name: str
+    """The framework's."""
     namespace: Any
-    dtype: Any
-    """The query's, which outputs get back where DLPack has no word for it."""
+    has_strides: bool
+    is_masked: bool
+
+
+_kinds: dict[type, Kind] = {}
 
 
 def foreign(query: Any) -> bool:
@@ -31,9 +37,10 @@ def foreign(query: Any) -> bool:
 
 def attend(attention: Callable, arguments: dict[str, Any]) -> Any:
     """Runs a call whose arrays are not torch's, and returns the output, and the lse with it, as arrays of that kind."""
+    query = arguments["query"]
     tensors, kind = as_tensors(arguments)
     result = attention(**tensors)
-    return tuple(_returned(t, kind) for t in result) if isinstance(result, tuple) else _returned(result, kind)
+    return tuple(_returned(t, kind, query) for t in result) if isinstance(result, tuple) else _returned(result, kind, query)
 
 
 def as_tensors(arguments: dict[str, Any]) -> tuple[dict[str, Any], Kind]:
@@ -50,9 +57,9 @@ def as_tensors(arguments: dict[str, Any]) -> tuple[dict[str, Any], Kind]:
         return shared[id(array)]
 
     converted = dict(arguments)
-    for name in ("query", "key", "value", *_OPTIONS):
+    for name in _ARRAYS:
         given = arguments.get(name)
-        if hasattr(type(given), "__dlpack__"):
+        if given is not None and hasattr(type(given), "__dlpack__"):
             converted[name] = convert(name, given)
     pair = arguments.get("cu_seqlens")
     if isinstance(pair, tuple):
@@ -61,6 +68,13 @@ def as_tensors(arguments: dict[str, Any]) -> tuple[dict[str, Any], Kind]:
 
 
 def _kind(name: str, array: Any) -> Kind:
+    of = type(array)
+    if of not in _kinds:
+        _kinds[of] = _found(name, array)
+    return _kinds[of]
+
+
+def _found(name: str, array: Any) -> Kind:
     root = type(array).__module__.partition(".")[0]
     if any(base.__name__ == "Tracer" and base.__module__.partition(".")[0] == "jax" for base in type(array).__mro__):
         raise TypeError(
@@ -76,34 +90,34 @@ def _kind(name: str, array: Any) -> Kind:
         raise TypeError(
             f"{name}: arrays of {root!r} can be read by DLPack, but {root} has no from_dlpack to return one; give torch.from_dlpack({name})"
         )
-    return Kind(root, namespace, getattr(array, "dtype", None))
+    return Kind(root, namespace, hasattr(array, "strides"), hasattr(array, "mask") and hasattr(array, "filled"))
 
 
 def _shared(name: str, array: Any, kind: Kind) -> torch.Tensor:
     """One array as a tensor, over the same memory where that is possible."""
     if not hasattr(type(array), "__dlpack__"):
         raise TypeError(f"{name}: an array of {kind.name}, as the query is, got {type(array).__name__}")
-    other = "torch" if isinstance(array, torch.Tensor) else _kind(name, array).name
-    if other != kind.name:
+    own = None if isinstance(array, torch.Tensor) else _kind(name, array)
+    if own is None or own.name != kind.name:
+        other = "torch" if own is None else own.name
         raise TypeError(f"{name}: an array of {kind.name}, as the query is, got one of {other}; all arrays of a call are of one kind")
-    if hasattr(array, "mask") and hasattr(array, "filled"):
+    if own.is_masked:
         raise TypeError(
             f"{name}: a plain array; a masked array's mask would be lost: give its .data, and what it hides as a mask= or key_mask="
         )
-    if any(step < 0 for step in getattr(array, "strides", None) or ()):
+    if own.has_strides and min(array.strides or (), default=0) < 0:
         array = array.copy()  # torch has no negative strides, and its from_dlpack does not survive them
-    bfloat16 = str(getattr(array, "dtype", "")) == "bfloat16"
     try:
-        if bfloat16 and hasattr(array, "view") and kind.name == "numpy":
+        if own.name == "numpy" and array.dtype.kind == "V" and str(array.dtype) == "bfloat16":
             return torch.from_dlpack(array.view("int16")).view(torch.bfloat16)  # a dtype that NumPy's DLPack can't name
         return torch.from_dlpack(array)
     except (BufferError, RuntimeError, TypeError, ValueError) as error:
         raise TypeError(f"{name}: DLPack can't share this array of {kind.name}, dtype {getattr(array, 'dtype', '?')}: {error}") from error
 
 
-def _returned(tensor: torch.Tensor, kind: Kind) -> Any:
+def _returned(tensor: torch.Tensor, kind: Kind, query: Any) -> Any:
     if kind.name == "numpy" and tensor.dtype == torch.bfloat16:
-        return kind.namespace.from_dlpack(tensor.view(torch.int16)).view(kind.dtype)
+        return kind.namespace.from_dlpack(tensor.view(torch.int16)).view(query.dtype)  # a dtype that NumPy's DLPack can't name
     if not (tensor.is_contiguous() or tensor.transpose(1, 2).is_contiguous()):
         tensor = tensor.contiguous()  # not every framework knows strides
     return kind.namespace.from_dlpack(tensor)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -27,6 +28,8 @@ def needs(*requirements: str, remedy: str = "") -> Callable[[], Reason | None]:
 
     requirements: as pip takes them; alternatives are parted by "|", as in "onnxruntime>=1.28 | onnxruntime-gpu>=1.28".
     remedy: what the user may do; by default the pip command.
+
+    The function returned has the libraries' names as `libraries`, for whoever reports versions.
     """
 
     def missing() -> Reason | None:
@@ -47,6 +50,7 @@ def needs(*requirements: str, remedy: str = "") -> Callable[[], Reason | None]:
                 return Reason("missing", requirement, "; ".join(found) or "not installed", remedy or f"pip install '{first}'")
         return None
 
+    missing.libraries = tuple(re.match(r"[\w.-]+", part.strip())[0] for text in requirements for part in text.split("|"))
     return missing
 
 

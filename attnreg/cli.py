@@ -182,7 +182,12 @@ def matrix(
     ] = None,
 ) -> None:
     """Features by backends, from the claims; or a certificate."""
-    head, rows = matrices.certificate(json.loads(report.read_text())) if report else matrices.claims(registry.backends().values())
+    if report:
+        written = json.loads(report.read_text())
+        head, rows = matrices.certificate(written)
+        print(matrices.headline(written) + "\n")
+    else:
+        head, rows = matrices.claims(registry.backends().values())
     if markdown:
         print(matrices.markdown(head, rows))
         return
@@ -197,16 +202,25 @@ def check(
     name: Annotated[str, typer.Argument(help="The backend's name.")],
     device: Annotated[str, typer.Option()] = "cuda" if torch.cuda.is_available() else "cpu",
     dtype: Annotated[list[str] | None, typer.Option(help="Again for several; by default all that are claimed.")] = None,
-    profile: Annotated[str, typer.Option(help="ci or thorough")] = "ci",
+    profile: Annotated[str, typer.Option(help="ci, thorough or large")] = "ci",
+    examples: Annotated[int | None, typer.Option(help="Calls a check at most, where each takes long.", min=1)] = None,
+    sizes: Annotated[str | None, typer.Option(help="small, few (for backends that compile for each) or large")] = None,
     report: Annotated[Path | None, typer.Option(help="Write the certificate there, as JSON.")] = None,
 ) -> None:
     """The conformance suite on one backend: equal to the reference in all that it claims, refusing all that it does not."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
     from .conformance import PROFILES, run_checks
+    from .conformance.strategies import SIZES
 
     if profile not in PROFILES:
         raise typer.BadParameter(f"--profile: {' or '.join(PROFILES)}, got {profile!r}")
+    if sizes not in (None, *SIZES):
+        raise typer.BadParameter(f"--sizes: {' or '.join(SIZES)}, got {sizes!r}")
+    amount = PROFILES[profile]
+    amount = amount._replace(sizes=sizes or amount.sizes)
+    if examples is not None:
+        amount = amount._replace(examples=min(amount.examples, examples), per_feature=min(amount.per_feature, examples))
     failed = []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     try:
@@ -219,7 +233,7 @@ def check(
                     failed.append(outcome)
 
             result = run_checks(
-                name, device=device, dtypes=[_dtype(d) for d in dtype] if dtype else None, profile=profile, progress=progress
+                name, device=device, dtypes=[_dtype(d) for d in dtype] if dtype else None, profile=amount, progress=progress
             )
     except LookupError as error:
         raise typer.BadParameter(str(error.args[0])) from error

@@ -40,8 +40,14 @@ def certificate(report: dict[str, Any]) -> Cells:
         for dtype, quantities in dtypes.items():
             for quantity, found in quantities.items():
                 rows.append([feature, dtype, quantity, f"{found['error']:.1e}", f"{found['allowed']:.1e}"])
+    return ["feature", "dtype", "of", "worst error", "allowed"], rows
+
+
+def headline(report: dict[str, Any]) -> str:
+    """What a certificate is of: backend, device, verdict, how much was run, and the versions that it holds for."""
     verdict = "passed" if report["passed"] else "failed"
-    return [f"{report['backend']} on {report['device']}: {verdict}", "dtype", "of", "worst error", "allowed"], rows
+    versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
+    return f"{report['backend']} on {report['device']}: {verdict}, {report['cases']} calls ({report['profile']}); {versions}"
 
 
 def markdown(head: list[str], rows: list[list[str]]) -> str:

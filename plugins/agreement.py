@@ -3,13 +3,16 @@
 For each feature, calls are drawn that ask for it, otherwise from what all backends that claim it can do. Each backend that has no reason
 against a call runs it, backward too where it asks for gradients, and must come as near to the float64 reference as the contract says.
 
-usage: python plugins/agreement.py [--per-feature 25] [--sizes small] [--backends sdpa,onnxruntime,jax]
+usage: python plugins/agreement.py [--per-feature 25] [--sizes small] [--backends sdpa,onnxruntime,jax] [--jobs 1]
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import functools
 import importlib.metadata
+import multiprocessing
 import platform
 import sys
 import zlib
@@ -82,10 +85,23 @@ def compared(feature: Feature, backends: Sequence[Backend], examples: int, sizes
     return row._replace(cases=len(seen), together=together)
 
 
-def rows(backends: Sequence[Backend], examples: int, sizes: str, features: Collection[Feature] = tuple(Feature)) -> Iterable[Row]:
-    for feature in features:
-        if feature not in NOT_DRAWN and any(feature in b.claims.features for b in backends):
-            yield compared(feature, backends, examples, sizes)
+def rows(
+    backends: Sequence[Backend], examples: int, sizes: str, features: Collection[Feature] = tuple(Feature), jobs: int = 1
+) -> Iterable[Row]:
+    """A row for each feature that is claimed. jobs: processes that share the features out, for which backends must be installed."""
+    wanted = [f for f in features if f not in NOT_DRAWN and any(f in b.claims.features for b in backends)]
+    names = [b.name for b in backends]
+    with contextlib.ExitStack() as stack:
+        if jobs > 1:  # a process each: what a library keeps of one feature's calls, such as compiled functions, is given up with it
+            pool = stack.enter_context(multiprocessing.get_context("spawn").Pool(jobs, maxtasksperchild=1))
+            yield from pool.imap(functools.partial(_by_name, names, examples, sizes), wanted)
+        else:
+            yield from (compared(feature, backends, examples, sizes) for feature in wanted)
+
+
+def _by_name(names: Sequence[str], examples: int, sizes: str, feature: Feature) -> Row:
+    torch.set_num_threads(1)
+    return compared(feature, [attnreg.backends()[name] for name in names], examples, sizes)
 
 
 def line(row: Row, names: Sequence[str]) -> list[str]:
@@ -103,6 +119,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--per-feature", type=int, default=25)
     parser.add_argument("--sizes", default="small", help="small, few (for backends that compile for each), large")
     parser.add_argument("--backends", default=",".join(LIBRARIES))
+    parser.add_argument("--jobs", type=int, default=1, help="processes")
     options = parser.parse_args(arguments)
     names = options.backends.split(",")
     known = attnreg.backends()
@@ -115,7 +132,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     header = ["feature", "calls", *names, "together"]
     print("\n| " + " | ".join(header) + " |\n|" + "---|" * len(header))
     wrong, calls = [], 0
-    for row in rows([known[name] for name in names], options.per_feature, options.sizes):
+    for row in rows([known[name] for name in names], options.per_feature, options.sizes, jobs=options.jobs):
         print("| " + " | ".join(line(row, names)) + " |", flush=True)
         wrong += row.wrong
         calls += sum(row.ran.values())

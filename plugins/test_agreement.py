@@ -18,6 +18,13 @@ def test_installed_backends_agree(capsys):
     assert "\n| causal | " in printed and "0 further from the reference" in printed
 
 
+def test_processes_find_what_one_process_finds():
+    sdpa_and_reference = [attnreg.backends()[name] for name in ("sdpa", "reference")]
+    features = [Feature.CAUSAL, Feature.SINKS]
+    alone, shared = (list(agreement.rows(sdpa_and_reference, 4, "few", features, jobs=jobs)) for jobs in (1, 2))
+    assert [row.feature for row in alone] == features and alone == shared
+
+
 def test_a_wrong_one_is_seen():
     wrong = dataclasses.replace(sdpa, name="wrong", run=lambda call: sdpa.run(call.replaced(causal=False)), run_for=None)
     (row,) = agreement.rows([sdpa, wrong], 8, "small", [Feature.CAUSAL])

@@ -106,6 +106,22 @@ def test_jax_is_shared():
     assert [converted[n].data_ptr() for n in ("query", "key", "value")] == [a.unsafe_buffer_pointer() for a in (query, key, value)]
 
 
+def test_a_type_of_arrays_is_looked_into_once():
+    asked = []
+
+    class Counted(np.ndarray):
+        def __array_namespace__(self, **_):
+            asked.append(self)
+            return np
+
+    query, key, value = (a.view(Counted) for a in arrays_of("numpy", *tensors()))
+    outputs = [attnreg.attention(query, key, value) for _ in range(3)]
+    assert len(asked) == 1
+    np.testing.assert_array_equal(outputs[0], outputs[2])
+    # What is known of a type holds for its other arrays too.
+    np.testing.assert_allclose(attnreg.attention(query[:, ::-1], key, value), outputs[0][:, ::-1], atol=1e-6)
+
+
 def test_strides_that_torch_lacks_are_copied():
     query, key, value = arrays_of("numpy", *tensors())
     output = attnreg.attention(query[:, ::-1], key, value)

@@ -98,6 +98,22 @@ def test_matrix_and_its_markdown():
     assert run("matrix", "--markdown").output.strip() == matrices.markdown(head, rows)
 
 
+def test_a_bounded_check_and_its_certificate(tmp_path):
+    report = tmp_path / "reference.json"
+    arguments = ["check", "reference", "--device", "cpu", "--dtype", "float32", "--report", str(report)]
+    done = run(*arguments, "--examples", "2", "--sizes", "few")
+    assert done.exit_code == 0, done.output
+    written = json.loads(report.read_text())
+    # A round of draws is three.
+    assert written["profile"] == "2 calls a check, 2 a feature, few sizes" and max(c["cases"] for c in written["checks"]) <= 3
+    shown = run("matrix", "--from", str(report), "--markdown").output
+    assert (
+        shown.startswith(f"reference on cpu: passed, {written['cases']} calls (") and f"attnreg {written['versions']['attnreg']}" in shown
+    )
+    assert "\n| feature | dtype | of | worst error | allowed |\n" in shown and "\n| causal | float32 | output | " in shown
+    assert run(*arguments, "--sizes", "tiny").exit_code == 2
+
+
 def test_new_backend(tmp_path):
     done = run("new-backend", "mine", "--folder", str(tmp_path))
     assert done.exit_code == 0 and (tmp_path / "attnreg-mine" / "attnreg_mine" / "__init__.py").is_file()

@@ -1,5 +1,7 @@
 """The suite on the built-in backends that every machine has, and what it says about itself."""
 
+import dataclasses
+import importlib.metadata
 import json
 import subprocess
 import sys
@@ -63,6 +65,15 @@ def test_the_report_is_a_certificate(tmp_path):
     worst = written["worst_errors"]["causal"]
     assert all(0 <= number["error"] <= number["allowed"] for dtype in worst.values() for number in dtype.values())
     assert all(isinstance(check["seed"], int) for check in written["checks"])
+    assert written == json.loads(json.dumps(report.as_dict())), "laid out in lines, but the same"
+
+
+def test_a_certificate_names_the_versions_of_what_the_backend_needs():
+    backend = dataclasses.replace(attnreg.backends()["sdpa"], missing=attnreg.needs("numpy>=1 | no-such-library", "packaging"))
+    report = run_checks(backend, profile=Profile(1, 1, "eager"), stop=True)
+    versions = report.as_dict()["versions"]
+    assert versions["numpy"] == importlib.metadata.version("numpy") and "packaging" in versions and "no-such-library" not in versions
+    assert report.profile == "1 calls a check, 1 a feature, small sizes"
 
 
 def test_nothing_run_is_not_passed():

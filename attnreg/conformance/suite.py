@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.metadata
 import json
 import platform
 import time
@@ -70,6 +71,10 @@ _ROUND = 3
 variations of its first draws; many short ones, each with its own seed, see more kinds of calls."""
 
 
+_KERNELS = ("flash-attn", "flash-attn-3", "flash-attn-4", "xformers", "mslk", "triton", "nvidia-cudnn-cu13")
+"""Whose versions a certificate of a built-in backend names, where they are installed."""
+
+
 class Check(NamedTuple):
     """One thing to check. `cases` is None for a check that draws nothing."""
 
@@ -104,6 +109,8 @@ class Report(NamedTuple):
     outcomes: tuple[Outcome, ...]
     tally: Tally
     claims: dict[str, Any]
+    libraries: tuple[str, ...] = ()
+    """Distributions whose versions matter: the plugin, and what it needs."""
 
     @property
     def passed(self) -> bool:
@@ -114,7 +121,7 @@ class Report(NamedTuple):
         """Everything as plain data, ready for JSON."""
         worst: dict[str, Any] = {}
         for (feature, dtype, quantity), error in sorted(self.tally.worst.items()):
-            numbers = {"error": error.error, "allowed": error.allowed}
+            numbers = {"error": _short(error.error), "allowed": _short(error.allowed)}
             worst.setdefault(feature, {}).setdefault(dtype, {})[quantity] = numbers
         return {
             "backend": self.backend,
@@ -126,16 +133,40 @@ class Report(NamedTuple):
                 "torch": torch.__version__,
                 "hypothesis": hypothesis.__version__,
                 "python": platform.python_version(),
+                **{name: found for name in self.libraries if (found := _version(name))},
             },
             "claims": self.claims,
             "cases": sum(o.cases for o in self.outcomes),
-            "checks": [o._asdict() for o in self.outcomes],
+            "checks": [{**o._asdict(), "seconds": _short(o.seconds)} for o in self.outcomes],
             "worst_errors": worst,
         }
 
     def write(self, path: str) -> None:
+        """As JSON with a line for each check and feature: small enough to be kept beside the code, and read in a diff."""
         with open(path, "w") as file:
-            json.dump(self.as_dict(), file, indent=1)
+            file.write(_in_lines(self.as_dict(), 2) + "\n")
+
+
+def _short(number: float) -> float:
+    """Three digits. Order is kept, so what was allowed still is."""
+    return float(f"{number:.3g}")
+
+
+def _in_lines(value: Any, levels: int, margin: str = "\n") -> str:
+    """JSON, laid out in lines for so many levels and no deeper."""
+    if not (levels and value and isinstance(value, (dict, list))):
+        return json.dumps(value)
+    parts = [f"{json.dumps(k)}: " for k in value] if isinstance(value, dict) else [""] * len(value)
+    items = value.values() if isinstance(value, dict) else value
+    inner = ",".join(f"{margin} {part}{_in_lines(item, levels - 1, margin + ' ')}" for part, item in zip(parts, items))
+    return f"{{{inner}{margin}}}" if isinstance(value, dict) else f"[{inner}{margin}]"
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except (importlib.metadata.PackageNotFoundError, ValueError):  # ValueError: a backend that nothing installed has no name there
+        return None
 
 
 def checks_for(backend: Backend, device: str, dtypes: Sequence[torch.dtype], profile: Profile) -> list[Check]:
@@ -302,7 +333,16 @@ def run_checks(
         "value_dim": str(backend.claims.value_dim),
         "bound": backend.claims.bound,
     }
-    return Report(backend.name, device, profile if isinstance(profile, str) else "own", tuple(outcomes), tally, claims)
+    origin = registry.origin(backend.name).partition(" ")[0]  # a distribution's comes with its version
+    libraries = _KERNELS if origin == "attnreg" and device == "cuda" else () if origin == "attnreg" else (origin,)
+    libraries += getattr(backend.missing, "libraries", ())
+    return Report(backend.name, device, _name(amount), tuple(outcomes), tally, claims, libraries)
+
+
+def _name(profile: Profile) -> str:
+    """A profile's name, or what it is."""
+    names = [name for name, known in PROFILES.items() if known == profile]
+    return names[0] if names else f"{profile.examples} calls a check, {profile.per_feature} a feature, {profile.sizes} sizes"
 
 
 def conformance_suite(

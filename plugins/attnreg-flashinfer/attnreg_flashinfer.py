@@ -64,7 +64,7 @@ def _prefill(call: AttentionCall) -> Any:
     if not (queries and keys):
         return rows.nothing(call)
     rows = rows._replace(query=rows.query[:queries], key=rows.key[:keys], value=rows.value[:keys], real=None)
-    result = plan.wrapper.run(rows.query, rows.key, rows.value, return_lse=call.return_lse)
+    result = plan.wrapper.run(*map(_readable, (rows.query, rows.key, rows.value)), return_lse=call.return_lse)
     i = torch.arange(queries, device=call.device)
     n = segments(rows.cu_query, i)
     length = rows.cu_key[n + 1] - rows.cu_key[n]
@@ -90,9 +90,17 @@ def _decode(call: AttentionCall) -> Any:
     options = {"use_tensor_cores": call.query_heads // call.key_heads > 2}
     kind = flashinfer.BatchDecodeWithPagedKVCacheWrapper
     plan = _planned(call, kind, options, (call.batch,), (pages.block_table, lengths), make)
-    result = plan.wrapper.run(call.query.squeeze(1), (pages.keys, pages.values), return_lse=call.return_lse)
+    query, keys, values = map(_readable, (call.query.squeeze(1), pages.keys, pages.values))
+    result = plan.wrapper.run(query, (keys, values), return_lse=call.return_lse)
     output, lse = _repaired(result, lengths == 0)
     return output.unsqueeze(1) if lse is None else (output.unsqueeze(1), lse.T.unsqueeze(2))
+
+
+def _readable(tensor: torch.Tensor) -> torch.Tensor:
+    """Itself or a copy. The kernels read 16 bytes at a time along a last dimension of stride 1, and do not look whether they may."""
+    width = tensor.element_size()
+    fits = tensor.stride(-1) == 1 and tensor.data_ptr() % 16 == 0 and not any(n * width % 16 for n in tensor.stride()[:-1])
+    return tensor if fits else tensor.clone(memory_format=torch.contiguous_format)
 
 
 def _options(call: AttentionCall) -> dict[str, Any]:
@@ -174,7 +182,10 @@ flashinfer = Backend(
     ),
     priority=-10,
     missing=needs("flashinfer-python>=0.7.4,<0.8", remedy="pip install attnreg-flashinfer[flashinfer]"),
-    notes=lambda spec: ("plans on the host when segments, lengths or pages change; compiles its kernel when first used",),
+    notes=lambda spec: (
+        "plans on the host when segments, lengths or pages change; compiles its kernel when first used",
+        *(() if spec.unit_stride and spec.aligned else ("copies what has a last stride other than 1 or rows not of 16 bytes",)),
+    ),
     packs=True,
 )
 

@@ -49,7 +49,10 @@ sage = Backend(
     ),
     priority=60,
     missing=needs("sageattention>=1.0.6,<2", remedy="pip install attnreg-sage[sage]"),
-    notes=lambda spec: ("copies the keys, which the library would change in place", "int8 scores, float16 values"),
+    notes=lambda spec: (
+        "copies the keys, which the library would change in place",
+        "int8 scores, float16 values; the int8 step is that of the largest number of 64 keys or 128 queries, hidden ones too",
+    ),
 )
 
 

@@ -34,6 +34,13 @@ def attended(query, key, value, options):
     return output[0], (lse / math.log(2)).masked_fill(blind, -5e4)[0].T
 
 
+def readable(*tensors):
+    """As the kernels read: 16 bytes at a time, along a last dimension of stride 1. They check none of it."""
+    for tensor in tensors:
+        assert tensor.stride(-1) == 1 and tensor.data_ptr() % 16 == 0
+        assert not any(step * tensor.element_size() % 16 for step in tensor.stride()[:-1])
+
+
 class Wrapper:
     made: typing.ClassVar[list[Wrapper]] = []
 
@@ -56,6 +63,7 @@ class Ragged(Wrapper):
         self.plans += 1
 
     def run(self, q, k, v, *, return_lse=False):
+        readable(q, k, v)
         assert (q.shape[1], k.shape[1], q.shape[2], v.shape[2]) == self.dims
         of_query, of_key = self.ends
         assert q.shape[0] == of_query[-1] and k.shape[0] == v.shape[0] == of_key[-1]
@@ -74,6 +82,7 @@ class Decode(Wrapper):
         self.plans += 1
 
     def run(self, q, paged_kv_cache, *, return_lse=False):
+        readable(q, *paged_kv_cache)
         results = []
         for row, pages, last in zip(q, self.pages, self.last):
             keys, values = (pool[pages].flatten(0, 1)[: (len(pages) - 1) * self.size + last] for pool in paged_kv_cache)
@@ -109,6 +118,23 @@ def same_as_reference(given, **options):
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"causal": True, "window": (2, None), "scale": 0.3}])
 def test_plain_batches(library, lengths, options):
     same_as_reference(tensors(2, *lengths), **options)
+
+
+LAYOUTS = {
+    "spread": lambda t: t.repeat_interleave(2, -1)[..., ::2],
+    "odd rows": lambda t: torch.nn.functional.pad(t, (0, 1))[..., :-1],
+    "odd start": lambda t: torch.cat([t.new_zeros(1), t.flatten()])[1:].view(t.shape),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_the_kernels_cannot_read_is_copied(library, layout):
+    given = [LAYOUTS[layout](t) for t in tensors(2, 5, 5)]
+    same_as_reference(given, causal=True)
+    call = paged([3, 6])
+    pages = Pages(*map(LAYOUTS[layout], (call.pages.keys, call.pages.values)), call.pages.block_table)
+    got = attnreg_flashinfer.run_flashinfer(call.replaced(query=LAYOUTS[layout](call.query), pages=pages))
+    torch.testing.assert_close(got, attnreg_flashinfer.run_flashinfer(call))
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -185,6 +211,49 @@ def test_a_plan_that_fails_leaves_no_half_planned_wrapper(library, monkeypatch):
             attnreg_flashinfer.run_flashinfer(AttentionCall(*tensors(2, 4, 4)))
     assert not attnreg_flashinfer._plans
     same_as_reference(given)
+
+
+on_a_card = pytest.mark.skipif(
+    not torch.cuda.is_available() or bool(attnreg_flashinfer.flashinfer.reason_missing), reason="needs FlashInfer and a CUDA device"
+)
+
+
+@on_a_card
+@pytest.mark.parametrize("window", [None, (3, None)])
+@pytest.mark.parametrize("heads", [2, 4, 8])  # a group of 4 takes the kernel for tensor cores
+@pytest.mark.parametrize(("lengths", "size"), [([1, 4, 5, 11], 4), ([300, 17, 0, 64], 16), ([0, 0], 4)])
+def test_pages_by_the_library(lengths, size, heads, window):
+    call = paged(lengths, size, heads, window)
+    pools, table = (call.pages.keys, call.pages.values), call.pages.block_table
+    query, *pools = (t.to("cuda", torch.bfloat16) for t in (call.query, *pools))
+    pages = Pages(*pools, table.cuda())
+    call = AttentionCall(query, None, None, pages=pages, key_lengths=call.key_lengths.cuda(), causal=True, window=window, return_lse=True)
+    output, lse = attnreg_flashinfer.run_flashinfer(call)
+    dense = call.replaced()
+    dense.gather_pages()
+    options = {"key_lengths": call.key_lengths, "causal": True, "window": window, "return_lse": True, "backend": "reference"}
+    wanted, wanted_lse = attnreg.attention(query.double(), dense.key.double(), dense.value.double(), **options)
+    allowed = 8 * torch.finfo(torch.bfloat16).eps
+    torch.testing.assert_close(output.double(), wanted, rtol=0, atol=allowed * max(1.0, float(dense.value.abs().max())))
+    torch.testing.assert_close(lse.double(), wanted_lse.double(), rtol=allowed, atol=allowed)
+
+
+@on_a_card
+def test_a_paged_cache_steps_on_by_the_library():
+    """Two layers and four steps: what the plan of the last step holds must never serve the next."""
+    cache = attnreg.PagedCache(2, 3, 32, 4, 2, 64, dtype=torch.bfloat16, device="cuda")
+    random = torch.Generator("cuda").manual_seed(0)
+    past = [None, None]
+    for count in (5, 1, 1, 1):
+        for layer in range(2):
+            query, key, value = (
+                torch.randn(3, count, heads, 64, generator=random, device="cuda", dtype=torch.bfloat16) for heads in (4, 2, 2)
+            )
+            past[layer] = (key, value) if past[layer] is None else tuple(torch.cat(p, 1) for p in zip(past[layer], (key, value)))
+            backend = "flashinfer" if count == 1 else "reference"
+            got = attnreg.attention(query, key, value, cache=cache[layer], causal=True, backend=backend)
+            wanted = attnreg.attention(query.double(), *(t.double() for t in past[layer]), causal=True, backend="reference")
+            torch.testing.assert_close(got.double(), wanted, rtol=0, atol=8 * torch.finfo(torch.bfloat16).eps * 4)
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,9 @@ import torch
 import attnreg
 from attnreg.conformance import Profile, conformance_suite
 
-# XLA compiles for every shape, about a second each: examples are few, and of few sizes.
-TestJax = conformance_suite("jax", profile=Profile(6, 1, "eager", sizes="few"))
+# XLA compiles for each combination of shapes and options, a fifth of a second each without optimisation. From few sizes they repeat: twice as
+# many calls compile little more.
+TestJax = conformance_suite("jax", profile=Profile(60, 12, "eager", sizes="few"))
 
 here = pytest.mark.skipif(bool(attnreg_jax.jax.reason_missing), reason="JAX is not installed")
 

@@ -14,6 +14,10 @@ from attnreg.call import AttentionCall
 from attnreg.conformance import conformance_suite
 
 TestSage = conformance_suite("sage")
+# Seen on an H200. What a row may not see changes the step that its own numbers are rounded to: see the README.
+TestSage.test_hidden_changes_nothing = pytest.mark.xfail(reason="one int8 step for a block of tokens", strict=True)(
+    TestSage.test_hidden_changes_nothing
+)
 
 
 @pytest.fixture
