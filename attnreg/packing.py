@@ -89,14 +89,13 @@ class Padding:
         found = known(mask)
         if found is not None:
             return found
-        size = mask.shape[1]
         lengths = mask.sum(1, dtype=torch.int32)
-        slot = torch.arange(size, device=mask.device)[None]
-        right = (mask == (slot < lengths[:, None])).all()
-        left = (mask == (slot >= size - lengths[:, None])).all()
+        # A row padded on the right never goes from padding to a real token, one padded on the left never the other way.
+        before, after = mask[:, :-1], mask[:, 1:]
+        begins, ends = (before < after).any(), (before > after).any()
         # One copy for everything that the host wants to know.
-        is_right, is_left, *host = torch.cat([right[None].int(), left[None].int(), lengths]).tolist()
-        form = "right" if is_right else "left" if is_left else "any"
+        begins, ends, *host = torch.cat([begins[None].int(), ends[None].int(), lengths]).tolist()
+        form = "right" if not begins else "left" if not ends else "any"
         # The padding holds an alias of the mask, so that what is remembered does not keep the tensor alive.
         padding = cls(mask.detach(), form, lengths, tuple(host))
         if not mask.is_inference():  # such tensors count no versions, so a change in place could not be seen: looked at every time

@@ -1,5 +1,7 @@
 """Padding and packed rows; whether dropping padding changes what is seen, against counting it slot by slot."""
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -56,3 +58,14 @@ def test_packing_fits_only_where_nothing_changes(data, queries, keys, left):
     assert same or not fits, "packing would change what a row sees"
     if left is None:
         assert fits or not same, "causal alone: exactly then"
+
+
+@pytest.mark.parametrize(("rows", "size"), [(1, 0), (1, 1), (1, 4), (2, 3)])
+def test_the_form_of_every_mask(rows, size):
+    for bits in itertools.product([False, True], repeat=rows * size):
+        mask = torch.tensor(bits, dtype=torch.bool).reshape(rows, size)
+        real = mask.sum(1).tolist()
+        right = mask.tolist() == [[True] * n + [False] * (size - n) for n in real]
+        left = mask.tolist() == [[False] * (size - n) + [True] * n for n in real]
+        found = packing.Padding.from_mask(mask)
+        assert (found.form, list(found.host_lengths)) == ("right" if right else "left" if left else "any", real)
