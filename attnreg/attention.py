@@ -151,6 +151,18 @@ def attention(
                                 continue
                         plan = remembered[plans.LATEST] = known
                         break
+            # What merely equals a checked option, as 1 does True, is checked itself. The usual kinds are told apart without a call.
+            if plan is not None and (
+                causal.__class__ is not bool
+                or return_lse.__class__ is not bool
+                or finite_padding.__class__ is not bool
+                or dropout_p.__class__ is not float
+                or (scale is not None and scale.__class__ is not float)
+                or not (softcap is window is deterministic is n_heads is n_kv_heads is None)
+            ):
+                flags, numbers = (causal, return_lse, finite_padding, deterministic), (softcap, scale, dropout_p)
+                if not plans.of_their_kinds(flags, numbers, (n_heads, n_kv_heads, *(window or ()))):
+                    asked = plan = None
         except (AttributeError, TypeError, RuntimeError):  # not tensors, or not hashable: the checks below say what is wrong, or take it
             asked = plan = None
     if plan is None:

@@ -49,6 +49,15 @@ by_signature: dict[tuple, Any] = {}
 """Plans by what was asked and by shapes, in lists; and the latest."""
 
 
+def of_their_kinds(flags: tuple, numbers: tuple, counts: tuple) -> bool:
+    """Whether options that equal checked ones are of kinds that the checks take: True == 1 == 1.0, and a dictionary finds one by another."""
+    return (
+        all(flag is None or flag.__class__ is bool for flag in flags)
+        and all(number is None or (isinstance(number, (int, float)) and number.__class__ is not bool) for number in numbers)
+        and all(count is None or (isinstance(count, int) and count.__class__ is not bool) for count in counts)
+    )
+
+
 def optional(
     query_mask: Any, key_mask: Any, mask: torch.Tensor | None, bias: torch.Tensor | None, alibi_slopes: torch.Tensor | None, sinks: Any
 ) -> dict[str, Any]:

@@ -127,3 +127,44 @@ def test_what_changes_the_answer_makes_another_plan(checked):
     with attnreg.using("reference"):
         attnreg.attention(query.detach(), key, value)
         assert attnreg.last_selection().chosen.name == "reference"
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ({"causal": True}, {"causal": 1}),
+        ({"causal": False}, {"causal": 0.0}),
+        ({"return_lse": True}, {"return_lse": 1}),
+        ({"finite_padding": True}, {"finite_padding": 1}),
+        ({"deterministic": True}, {"deterministic": 1}),
+        ({"dropout_p": 0.0}, {"dropout_p": False}),
+        ({"scale": 1.0}, {"scale": True}),
+        ({"softcap": 1.0}, {"softcap": True}),
+        ({"window": (1, None)}, {"window": (True, None)}),
+        ({"window": (1, None)}, {"window": (1.0, None)}),
+        ({"n_heads": 1}, {"n_heads": True}),
+        ({"n_kv_heads": 1}, {"n_kv_heads": 1.0}),
+    ],
+    ids=str,
+)
+def test_what_only_equals_an_option_is_refused_before_and_after(right, wrong, checked):
+    """True == 1 == 1.0 to Python, and to a dictionary."""
+    call = tensors()
+    with pytest.raises(TypeError, match=next(iter(wrong))):
+        attnreg.attention(*call, **wrong)
+    for _ in range(3):
+        attnreg.attention(*call, **right)
+    assert len(checked) == 2
+    with pytest.raises(TypeError, match=next(iter(wrong))):
+        attnreg.attention(*call, **wrong)
+    attnreg.attention(*call, **right)
+    assert len(checked) == 3, "the refused call made the right one be checked again"
+
+
+@pytest.mark.parametrize("same", [{"scale": 1}, {"dropout_p": 0}, {"softcap": 1}])
+def test_whole_numbers_are_numbers_too(same, checked):
+    call = tensors()
+    (name,) = same
+    for given in (float(same[name]), same[name]):
+        attnreg.attention(*call, **{name: given})
+    assert len(checked) == 1
