@@ -14,7 +14,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--attnreg-device", default=None, metavar="DEVICE", help="cpu or cuda; by default those that the backend claims and are here"
     )
     group.addoption(
-        "--attnreg-profile", default="ci", metavar="PROFILE", help="how much is tried: ci (the same calls every time), thorough or large"
+        "--attnreg-profile",
+        default="ci",
+        metavar="PROFILE",
+        help="how much is tried: ci (the same calls every time), thorough, large, or jit (few kinds of calls)",
     )
 
 

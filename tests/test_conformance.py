@@ -1,7 +1,10 @@
 """The suite on the built-in backends that every machine has, and what it says about itself."""
 
 import dataclasses
+<<<<<<< HEAD
 import importlib.metadata
+=======
+>>>>>>> dac6238 (--profile jit: few kinds of calls, for backends that compile for each)
 import json
 import subprocess
 import sys
@@ -9,13 +12,14 @@ import sys
 import hypothesis
 import pytest
 import torch
-from wrong_backends import paged
+from wrong_backends import WRONG, paged
 
 import attnreg
 from attnreg.conformance import PROFILES, Profile, conformance_suite, reproduce, run_checks
 from attnreg.conformance.cases import Case
 from attnreg.conformance.strategies import cases
 from attnreg.conformance.suite import checks_for, run_check
+from attnreg.conformance.tensors import checked
 from attnreg.conformance.trial import Tally
 
 TestReference = conformance_suite("reference", devices=("cpu",))
@@ -107,3 +111,60 @@ def test_the_plugin_adds_the_suite_to_a_run(tmp_path):
 def test_the_plugin_imports_neither_torch_nor_hypothesis():
     code = "import sys, attnreg_pytest; print(sorted({'torch', 'hypothesis', 'attnreg'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
+
+
+@pytest.fixture
+def counted_flex(monkeypatch):
+    """flex with the claims of a card, uncompiled, and the kinds of calls that it would compile."""
+    from torch.nn.attention import flex_attention as module
+
+    from attnreg.kernels import flex
+
+    compiled = {}
+    monkeypatch.setattr(flex, "_compiled", compiled)
+    monkeypatch.setattr(flex.torch, "compile", lambda function, **options: function)
+    monkeypatch.setattr(module, "_validate_device", lambda *tensors: None)
+    monkeypatch.setattr(module, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
+    claims = flex.flex.claims
+    rules = tuple(rule for rule in claims.rules if "_cpu" not in rule.__name__ and rule.__name__ != "_no_compiler")
+    features = {f: c for f, c in claims.features.items() if f not in (attnreg.Feature.COMPILE, attnreg.Feature.BIAS_GRADIENT)}
+    capabilities = dataclasses.replace(claims, rules=rules, features=features)
+    return dataclasses.replace(flex.flex, name="flex_counted", capabilities=capabilities), compiled
+
+
+def test_few_kinds_of_calls_need_few_compilations(counted_flex):
+    backend, compiled = counted_flex
+    report = run_checks(backend, profile=PROFILES["jit"]._replace(examples=2, per_feature=1, kinds=1), dtypes=HALF, shrink=False)
+    # Uncompiled, flex_attention's backward says nothing of second derivatives; compiled, it does.
+    assert [o for o in report.outcomes if o.result == "failed" and o.name != "second_derivative"] == []
+    drawn, calls = report.tally.drawn(), sum(o.cases for o in report.outcomes)
+    # A check may change what its calls ask: no promise of finite padding, no gradient into the lse.
+    assert drawn["kinds"] <= 20 and len(compiled) <= 2 * drawn["kinds"] < calls
+    assert_covered(report, backend, HALF)
+
+
+@pytest.mark.parametrize(("kinds", "most"), [(1, 20), (2, 50)])
+def test_few_kinds_of_calls_ask_for_everything_claimed(kinds, most):
+    backend = attnreg.backends()["sdpa"]
+    report = run_checks(backend, profile=PROFILES["jit"]._replace(kinds=kinds), dtypes=HALF, shrink=False)
+    assert report.passed, [o.text for o in report.outcomes if o.result == "failed"]
+    assert report.as_dict()["drawn"]["kinds"] <= most and sum(o.cases for o in report.outcomes) >= 150
+    assert_covered(report, backend, HALF)
+
+
+HALF = (torch.bfloat16, torch.float16)
+
+
+def assert_covered(report, backend, dtypes):
+    drawn = report.tally.drawn()
+    assert drawn["dtype"] == sorted(str(dtype).removeprefix("torch.") for dtype in dtypes) and len(drawn["head_dim"]) > 1
+    covered = {name for case in report.tally.kinds for name in checked(case).spec.features}
+    claimed = set(backend.claims.features) - {attnreg.Feature.DROPOUT, attnreg.Feature.COMPILE, attnreg.Feature.CAPTURE}
+    assert covered >= claimed - {attnreg.Feature.LSE_GRADIENT}
+
+
+@pytest.mark.parametrize("kinds", [1, 2])
+@pytest.mark.parametrize("name", ["window_off_by_one", "softcap_after_bias", "default_scale_of_padded_head_dim", "table_ignored"])
+def test_few_kinds_of_calls_still_catch_wrong_backends(name, kinds):
+    report = run_checks(WRONG[name].backend, profile=PROFILES["jit"]._replace(kinds=kinds), shrink=False, stop=True)
+    assert not report.passed

@@ -10,6 +10,8 @@ from typing import Any
 from ..spec import Feature
 
 Pattern = tuple[bool, bool, bool, bool]
+BLOCK = 128
+"""Kernels may be compiled anew for a single row, for lengths of one block and for longer ones."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,17 @@ class Case:
         if feature is Feature.VALUE_DIM:
             return self.replace(value_dim=self.head_dim)
         return self.replace(**_NEUTRAL.get(feature, {}))
+
+    @property
+    def kind(self) -> Case:
+        """The case less what a kernel need not be compiled for: values, rows, and lengths but for their class."""
+
+        def like(length: int) -> int:
+            return min(length, 2) if length <= BLOCK else 2 * BLOCK
+
+        query_length, key_length = like(self.query_length), like(self.key_length)
+        key_length += self.key_length != self.query_length and key_length == query_length
+        return self.replace(seed=0, batch=min(self.batch, 2), query_length=query_length, key_length=key_length)
 
     def __str__(self) -> str:
         """Everything that is not the default, as `name=value` words."""

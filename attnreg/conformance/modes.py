@@ -92,6 +92,7 @@ def public_call(backend: Backend, plain_cases, tally: Tally) -> None:
     assert cases, "refuses every plain call"
     with present(backend):
         for case in cases:
+            tally.see(case)
             for seed in (1, 2, 3):
                 given = values(case.replace(seed=seed))
                 arguments, _ = arrange(case, given)
@@ -225,6 +226,7 @@ def compiles(backend: Backend, plain_cases, compiler: str, tally: Tally) -> None
     with present(backend):
         cases = _taken(backend, plain_cases(declared=False), compiling=True)
         for case in cases if compiler != "eager" else cases[:3]:
+            tally.see(case)
             torch._dynamo.reset()
             given = values(case)
             arguments, _ = arrange(case, given)

@@ -14,15 +14,21 @@ from .cases import Case
 
 SIZES = {
     "small": ((1, 2, 3, 4, 5, 7, 8, 9, 13, 16, 17), (1, 2, 3), (8, 4, 1, 3, 5, 12, 16, 20, 32)),
+<<<<<<< HEAD
     "few": ((8, 1, 5, 13, 16), (2,), (8,)),
+=======
+    "few": ((8, 1, 5, 13), (2,), (8,)),
+    "compiled": ((33, 1, 9, 100, 200, 150, 300), (2, 3), (64, 128, 36)),
+>>>>>>> dac6238 (--profile jit: few kinds of calls, for backends that compile for each)
     "large": ((1, 2, 7, 16, 33, 64, 65, 100, 127, 128, 129, 200, 257, 300), (1, 2, 3), (64, 8, 40, 72, 80, 96, 128, 136, 192, 256)),
 }
-"""By name: query and key lengths, batch sizes, head dims. Simplest first, for shrinking. "few" is for backends that compile for each."""
-_HEADS = {"few": ((2,), (2,))}
+"""By name: query and key lengths, batch sizes, head dims. Simplest first, for shrinking. "few" is for backends that compile for each,
+"compiled" for those that compile for each kind of call (`kinds`)."""
+_HEADS = {"few": ((2,), (2,)), "compiled": ((2,), (2, 4))}
 """Key heads, and groups of query heads."""
 _MORE_DIMS = (64, 128, 16, 32, 256, 96, 192, 512)
 _PADDED = (Feature.QUERY_MASK, Feature.KEY_MASK, Feature.KEY_LENGTHS, Feature.QUERY_LENGTHS, Feature.KEY_STARTS)
-_NOT_PACKED = frozenset((*_PADDED, Feature.PAGED))
+NOT_PACKED = frozenset((*_PADDED, Feature.PAGED))
 _PAGE_SIZES = (16, 4, 1, 3, 64, 128, 256)
 IMPLIED = {
     Feature.BIAS_GRADIENT: {Feature.BIAS, Feature.BACKWARD},
@@ -81,7 +87,7 @@ def cases(
 
     lengths, batches, _ = SIZES[sizes]
     length = st.sampled_from(lengths)
-    packed = not required & _NOT_PACKED and on(Feature.PACKED)
+    packed = not required & NOT_PACKED and on(Feature.PACKED)
     paged = not packed and on(Feature.PAGED)
     zero = nothing and draw(st.integers(0, 24)) == 24
     batch = 1 if packed else draw(st.sampled_from(batches))

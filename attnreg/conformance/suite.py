@@ -21,6 +21,7 @@ from ..spec import Feature
 from ..version import __version__
 from . import checks, modes
 from .cases import Case
+from .kinds import Kinds
 from .strategies import cases
 from .trial import Tally, fitted
 
@@ -37,12 +38,16 @@ class Profile(NamedTuple):
     sizes: str = "small"
     derandomize: bool = True
     """The same calls in every run."""
+    kinds: int | None = None
+    """For backends that compile for each kind of call: how many kinds a check of one feature draws, of those that all checks share: each
+    feature alone (but not with 1), and as many at once as the backend takes. None: every call may be of its own kind."""
 
 
 PROFILES = {
     "ci": Profile(150, 25, "eager"),
     "thorough": Profile(600, 60, "inductor", derandomize=False),
     "large": Profile(100, 20, "inductor", sizes="large"),
+    "jit": Profile(12, 4, "eager", sizes="compiled", kinds=2),
 }
 
 _ALWAYS_LEFT_OUT = frozenset({Feature.DROPOUT})
@@ -137,7 +142,12 @@ class Report(NamedTuple):
             },
             "claims": self.claims,
             "cases": sum(o.cases for o in self.outcomes),
+<<<<<<< HEAD
             "checks": [{**o._asdict(), "seconds": _short(o.seconds)} for o in self.outcomes],
+=======
+            "drawn": self.tally.drawn(),
+            "checks": [o._asdict() for o in self.outcomes],
+>>>>>>> dac6238 (--profile jit: few kinds of calls, for backends that compile for each)
             "worst_errors": worst,
         }
 
@@ -175,9 +185,14 @@ def checks_for(backend: Backend, device: str, dtypes: Sequence[torch.dtype], pro
     claimed = frozenset(claims.features)
     few, many = profile.per_feature, profile.examples
 
-    def drawn(require: Collection[Feature] = (), without: Collection[Feature] = (), **kind: Any) -> st.SearchStrategy[Case]:
+    def free(require: Collection[Feature] = (), without: Collection[Feature] = (), **how: Any) -> st.SearchStrategy[Case]:
         left_out = _ALWAYS_LEFT_OUT | set(without)
-        return cases(claims, device=device, dtypes=dtypes, require=require, without=left_out, sizes=profile.sizes, **kind)
+        return cases(claims, device=device, dtypes=dtypes, require=require, without=left_out, sizes=profile.sizes, **how)
+
+    kinds = Kinds(backend, device, dtypes, profile.sizes, _OF_THE_CALL, profile.kinds) if profile.kinds else None
+
+    def drawn(require: Collection[Feature] = (), without: Collection[Feature] = (), **how: Any) -> st.SearchStrategy[Case]:
+        return free(require, without, **how) if kinds is None else kinds.drawn(require, without)
 
     found = [Check("equals_reference", checks.equals_reference, drawn(), many)]
     for feature in _OF_THE_CALL:
@@ -192,7 +207,7 @@ def checks_for(backend: Backend, device: str, dtypes: Sequence[torch.dtype], pro
             found.append(Check("gathers[paged]", checks.equals_reference, drawn(only), max(few // 4, 2), only))
         elif feature is not Feature.LSE_GRADIENT:
             refuse = functools.partial(checks.refuses, feature=feature)
-            found.append(Check(f"refuses[{feature}]", refuse, drawn({feature}), max(few // 4, 2), frozenset({feature})))
+            found.append(Check(f"refuses[{feature}]", refuse, free({feature}), max(few // 4, 2), frozenset({feature})))
     for feature in _PADDING:
         if feature in claimed:
             # Gradients and a bias are where poison is easiest forgotten: asked for in two draws of three.
@@ -238,6 +253,7 @@ def run_check(backend: Backend, check: Check, profile: Profile, tally: Tally, *,
             tally.refused += 1
             return
         tally.cases += 1
+        tally.see(wanted)
         try:
             _tried(backend, check, wanted, tally)
         except AssertionError as error:

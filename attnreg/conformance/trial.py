@@ -26,6 +26,16 @@ class Tally:
         self.cases = 0
         self.refused = 0
         self.worst: dict[tuple[str, str, str], Error] = {}
+        self.kinds: set[Case] = set()
+
+    def see(self, case: Case) -> None:
+        """Counts a call that is tried."""
+        self.kinds.add(case.kind)
+
+    def drawn(self) -> dict[str, Any]:
+        """Of how many kinds the calls were (lengths, rows and values aside), their dtypes and dims."""
+        seen = {name: sorted({getattr(case, name) for case in self.kinds}) for name in ("dtype", "head_dim", "value_dim")}
+        return {"kinds": len(self.kinds), **seen}
 
     def add(self, spec: AttentionSpec, quantity: str, error: Error) -> None:
         dtype = str(spec.dtype).removeprefix("torch.")
