@@ -202,16 +202,12 @@ def check(
     name: Annotated[str, typer.Argument(help="The backend's name.")],
     device: Annotated[str, typer.Option()] = "cuda" if torch.cuda.is_available() else "cpu",
     dtype: Annotated[list[str] | None, typer.Option(help="Again for several; by default all that are claimed.")] = None,
-<<<<<<< HEAD
-    profile: Annotated[str, typer.Option(help="ci, thorough or large")] = "ci",
-    examples: Annotated[int | None, typer.Option(help="Calls a check at most, where each takes long.", min=1)] = None,
-    sizes: Annotated[str | None, typer.Option(help="small, few (for backends that compile for each) or large")] = None,
-=======
     profile: Annotated[str, typer.Option(help="ci, thorough, large, or jit for few kinds of calls")] = "ci",
+    examples: Annotated[int | None, typer.Option(help="Calls a check at most, where each takes long.", min=1)] = None,
+    sizes: Annotated[str | None, typer.Option(help="small, few or compiled (for backends that compile for each), or large")] = None,
     kinds: Annotated[
         int | None, typer.Option(min=1, help="For kernels that are compiled: kinds of calls for each check; 1 makes the fewest.")
     ] = None,
->>>>>>> dac6238 (--profile jit: few kinds of calls, for backends that compile for each)
     report: Annotated[Path | None, typer.Option(help="Write the certificate there, as JSON.")] = None,
 ) -> None:
     """The conformance suite on one backend: equal to the reference in all that it claims, refusing all that it does not."""
@@ -222,16 +218,12 @@ def check(
 
     if profile not in PROFILES:
         raise typer.BadParameter(f"--profile: {' or '.join(PROFILES)}, got {profile!r}")
-<<<<<<< HEAD
     if sizes not in (None, *SIZES):
         raise typer.BadParameter(f"--sizes: {' or '.join(SIZES)}, got {sizes!r}")
     amount = PROFILES[profile]
-    amount = amount._replace(sizes=sizes or amount.sizes)
+    amount = amount._replace(sizes=sizes or amount.sizes, kinds=kinds or amount.kinds)
     if examples is not None:
         amount = amount._replace(examples=min(amount.examples, examples), per_feature=min(amount.per_feature, examples))
-=======
-    amount = profile if kinds is None else PROFILES[profile]._replace(kinds=kinds)
->>>>>>> dac6238 (--profile jit: few kinds of calls, for backends that compile for each)
     failed = []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     try:

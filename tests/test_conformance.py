@@ -1,10 +1,7 @@
 """The suite on the built-in backends that every machine has, and what it says about itself."""
 
 import dataclasses
-<<<<<<< HEAD
 import importlib.metadata
-=======
->>>>>>> dac6238 (--profile jit: few kinds of calls, for backends that compile for each)
 import json
 import subprocess
 import sys

@@ -401,3 +401,22 @@ def test_masks_made_of_lengths_are_made_anew_after_an_append():
         for i in range(4):
             output = attnreg.attention(*(t[:, i : i + 1] for t in whole), cache=cache[0], causal=True, backend="flex")
             torch.testing.assert_close(output, right[:, i : i + 1], atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("fill", [-1e20, "min"])
+@pytest.mark.parametrize("backend", NAMES)
+def test_gradients_of_rows_whose_bias_is_a_huge_number(backend, fill):
+    """A backward that takes weights from the lse finds log(n) wiped out of it there: gradients n times too large, as torch's CPU kernel has."""
+    call = make(queries=32, keys=32, heads=4, key_heads=4)
+    bias = torch.zeros(2, 1, 1, 32, device="cuda", dtype=torch.bfloat16)
+    bias[0, ..., :9] = bias[1] = torch.finfo(torch.bfloat16).min if fill == "min" else fill
+    found = {}
+    for name in (backend, "reference"):
+        leaves = {n: call[n].clone().requires_grad_() for n in ("query", "key", "value")}
+        must_be_able({**leaves, "bias": bias, "causal": True}, name)
+        output = attnreg.attention(**leaves, bias=bias, causal=True, backend=name)
+        weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).to(output)
+        found[name] = torch.autograd.grad(output, list(leaves.values()), weights)
+    for what, got, expected in zip(("query", "key", "value"), found[backend], found["reference"]):
+        error, largest = float((got - expected).abs().max()), float(expected.abs().max())
+        assert error <= 0.1 * largest, f"gradient of {what}: off by {error:.3g}, largest {largest:.3g}"

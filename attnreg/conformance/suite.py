@@ -142,12 +142,8 @@ class Report(NamedTuple):
             },
             "claims": self.claims,
             "cases": sum(o.cases for o in self.outcomes),
-<<<<<<< HEAD
-            "checks": [{**o._asdict(), "seconds": _short(o.seconds)} for o in self.outcomes],
-=======
             "drawn": self.tally.drawn(),
-            "checks": [o._asdict() for o in self.outcomes],
->>>>>>> dac6238 (--profile jit: few kinds of calls, for backends that compile for each)
+            "checks": [{**o._asdict(), "seconds": _short(o.seconds)} for o in self.outcomes],
             "worst_errors": worst,
         }
 
@@ -358,7 +354,8 @@ def run_checks(
 def _name(profile: Profile) -> str:
     """A profile's name, or what it is."""
     names = [name for name, known in PROFILES.items() if known == profile]
-    return names[0] if names else f"{profile.examples} calls a check, {profile.per_feature} a feature, {profile.sizes} sizes"
+    kinds = f", {profile.kinds} kinds of calls" if profile.kinds else ""
+    return names[0] if names else f"{profile.examples} calls a check, {profile.per_feature} a feature{kinds}, {profile.sizes} sizes"
 
 
 def conformance_suite(
