@@ -113,8 +113,10 @@ class _Attention(torch.autograd.Function):
         return output, lse
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx, gradient, _of_lse):
+        # `once_differentiable` would not do: asked for the gradient of an input alone, autograd never comes to the error that it leaves.
+        if torch.is_grad_enabled():
+            raise RuntimeError("backend jax has no second derivative: no create_graph=True through it; backend='reference' has one")
         with_bias = ctx.needs_input_grad[5]
         pull = _compiled(_gradients, ctx.options._replace(return_lse=False), with_bias)
         found = pull(ctx.scale, *map(_to_jax, ctx.saved_tensors), _to_jax(gradient))
