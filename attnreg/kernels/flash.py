@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
-from torch.nn.functional import pad
 
 from ..backend import Output
 from ..call import AttentionCall
@@ -19,6 +18,7 @@ from ..capabilities import Reason
 from ..spec import AttentionSpec, Feature
 from ..visibility import real_queries
 from .rows import lies_in_runs, notes_of_runs, rows_of, runs_of
+from .sdpa import widened
 
 NEGATIVE_INFINITY = float("-inf")
 Result = tuple[torch.Tensor, "torch.Tensor | None"]
@@ -122,7 +122,7 @@ def fitted(call: AttentionCall, kernels: Kernels, query, key, value) -> tuple[to
 
 def _fitted(tensor: torch.Tensor, size: int, spec: AttentionSpec) -> torch.Tensor:
     if tensor.shape[-1] != size:
-        return pad(tensor, (0, size - tensor.shape[-1]))
+        return widened(tensor, size)
     # The kernels read 16 bytes at a time along a last dimension of stride 1.
     return tensor if spec.unit_stride and spec.aligned else tensor.clone(memory_format=torch.contiguous_format)
 
@@ -174,14 +174,14 @@ def _finished(call: AttentionCall, output: torch.Tensor, lse: torch.Tensor | Non
             output = output.masked_fill(~queries[:, :, None, None], 0.0)
             lse = None if lse is None else lse.masked_fill(~queries[:, None], NEGATIVE_INFINITY)
     if call.spec.gradients and not call.spec.compiling and output.requires_grad:
-        output.register_hook(_refuse_second)
+        output.register_hook(refuse_second)
     return (output, lse) if call.return_lse else output
 
 
-def _refuse_second(gradient: torch.Tensor) -> None:
+def refuse_second(gradient: torch.Tensor) -> None:
     """The libraries' backward runs outside autograd: a loss of their gradients would take these for constants, and say nothing."""
     if torch.is_grad_enabled():
-        raise RuntimeError("flash-attn has no second derivative: no create_graph=True through it; backend='reference' has one")
+        raise RuntimeError("the kernel has no second derivative: no create_graph=True through it; backend='reference' has one")
 
 
 # ---------------------------------------------------------------------- rules and claims that all three share

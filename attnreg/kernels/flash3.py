@@ -26,7 +26,7 @@ from .flash import (
     run_flash,
 )  # fmt: skip
 from .installed import Library, find
-from .order import rank_of
+from .order import FEW, rank_of
 from .sdpa import rows_fit
 
 INSTALL = "build flash-attention/hopper (python setup.py install), or pip install fa3-fwd for bfloat16 without a backward pass"
@@ -61,6 +61,10 @@ def _build_flags(interface: str) -> Mapping[str, bool]:
 
 
 def _dense(call: AttentionCall, query, key, value) -> Result:
+    spec = call.spec
+    if spec.sizes is not None and spec.sizes[1] <= FEW and not spec.gradients:
+        # The function for caches splits long keys over the card by itself, the other one never does.
+        return _cached(call, query, key, value, None, None, None)
     return _pair(library().module.flash_attn_func(query, key, value, **_options(call)))
 
 

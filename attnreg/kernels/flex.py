@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 
 import torch
-from torch.nn.functional import pad
 
 from ..backend import Backend, Output
 from ..call import AttentionCall
@@ -23,7 +22,7 @@ from ..spec import AttentionSpec, Feature
 from ..visibility import cleaned, real_keys, real_queries
 from .block_masks import SIZE, Pairs, element, number, placed, remembered_block_mask
 from .order import rank_of
-from .sdpa import rows_fit
+from .sdpa import rows_fit, widened
 
 NEGATIVE_INFINITY = float("-inf")
 SMALLEST_ON_CUDA = 16
@@ -107,7 +106,7 @@ def score_change(call: AttentionCall, queries: torch.Tensor | None) -> Callable 
 
 
 def _at_least(tensor: torch.Tensor, size: int) -> torch.Tensor:
-    return pad(tensor, (0, size - tensor.shape[3])) if tensor.shape[3] < size else tensor
+    return widened(tensor, max(size, tensor.shape[3]))
 
 
 # ---------------------------------------------------------------------- the compiled kernels

@@ -13,28 +13,31 @@ from collections.abc import Callable
 from ..spec import AttentionSpec
 
 ORDER = {
-    "one query of few rows": "flash3 flash2 flash4 xformers cudnn sdpa varlen flex",
+    "one query of few rows": "flash2 flash3 flash4 xformers cudnn sdpa varlen flex",
     "one query": "flash4 flash3 flash2 xformers cudnn sdpa varlen flex",
     "one query, lengths": "flash4 flash3 cudnn flash2 sdpa xformers varlen flex",
     "one query, window": "flash4 flash3 flash2 xformers varlen sdpa cudnn flex",
     "one query, softcap": "flash3 flash2 flash4 flex",
-    "few queries": "flash3 flash2 sdpa flash4 xformers cudnn varlen flex",
+    "few queries": "flash2 sdpa flash3 flash4 xformers cudnn varlen flex",
     "short": "cudnn flash4 flash3 flash2 sdpa xformers varlen flex",
     "long": "flash4 flash3 cudnn flash2 sdpa xformers varlen flex",
+    "long and wide": "flash3 flash4 cudnn flash2 sdpa xformers varlen flex",
     "unequal": "flash4 flash3 flash2 sdpa xformers varlen cudnn flex",
     "window": "flash4 flash3 flash2 sdpa varlen xformers cudnn flex",
-    "softcap": "flash4 flash3 flash2 flex",
+    "softcap": "flash3 flash4 flash2 flex",
     "left padded": "flash3 flash2 flash4 varlen xformers cudnn sdpa flex",
-    "padded": "flash4 flash3 flash2 varlen xformers cudnn sdpa flex",
-    "packed": "flash4 flash3 flash2 varlen xformers flex sdpa",
+    "padded": "flash2 flash3 flash4 varlen xformers cudnn sdpa flex",
+    "packed": "flash3 flash4 flash2 varlen xformers flex sdpa",
     "masked": "flash2 cudnn sdpa xformers flex",
 }
 SHORT = 1024
 """Keys up to which cuDNN's forward beats flash-attn 4's."""
 FEW = 64
 """Queries up to which flash-attn 2's split keys fill the card better than flash-attn 4's tiles."""
+WIDE = 128
+"""The head dim from which flash-attn 3's forward beats flash-attn 4's; narrower ones with as many key heads as query heads do too, by 4 %."""
 ROWS = 128
-"""Batch rows times key heads that fill the card without splitting keys; with as few keys as `SHORT`, fewer do."""
+"""Batch rows times key heads up to which splitting keys fills the card better; with as few keys as `SHORT`, it does not."""
 
 
 def kind(spec: AttentionSpec) -> str:
@@ -49,17 +52,19 @@ def kind(spec: AttentionSpec) -> str:
     if spec.single_query:
         if spec.window:
             return "one query, window"
-        if batch * spec.key_heads < ROWS and keys > SHORT:
+        if batch * spec.key_heads <= ROWS and keys > SHORT:
             return "one query of few rows"
         return "one query, lengths" if spec.key_lengths else "one query"
     if spec.padded or spec.page_size:
-        # Forward, flash-attn 2 reads left padding in place.
+        # Forward, flash-attn 3 and 2 read left padding by its starts.
         return "left padded" if spec.key_mask == "left" and not spec.gradients else "padded"
     if spec.window:
         return "window"
     if not spec.equal_lengths:
         return "few queries" if queries <= FEW else "unequal"
-    return "short" if keys <= SHORT and not spec.gradients else "long"
+    if spec.gradients:
+        return "long"
+    return "short" if keys <= SHORT else "long and wide" if spec.head_dim >= WIDE else "long"
 
 
 def _rank(name: str, spec: AttentionSpec) -> int:

@@ -17,10 +17,10 @@ from ..spec import AttentionSpec
 from ..visibility import real_keys, real_queries
 
 NEGATIVE_INFINITY = float("-inf")
-FEW_REAL = 0.25
-"""Real tokens, as a part of all, below which training gathers them. In place, the backward's work on a padded token (dq in float32, twice;
-key and value gradients for each query head) is about what gathering costs on a real one, and zeros are written all the same. An estimate:
-benchmarks/direct.py measures both."""
+FEW_REAL = 1 / 3
+"""Real tokens, as a part of all, below which training gathers them: the backward's work on a padded token (dq in float32, twice; key and value
+gradients for each query head) is then more than gathering takes. Measured on an H200 (benchmarks/direct.py): with four query heads to a key head
+the two are even at about 0.4; with one, in place is ahead or even at any part."""
 
 MOST_SEGMENTS = 65535
 """As many as one launch takes."""

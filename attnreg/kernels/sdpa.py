@@ -206,12 +206,15 @@ def _with_sink_column(call: AttentionCall, key, value, mask) -> tuple[torch.Tens
     return pad(key, (0, 0, 0, 1)), pad(value, (0, 0, 0, 1)), mask
 
 
+def widened(tensor: torch.Tensor, size: int) -> torch.Tensor:
+    """Zeros up to `size` in the last dimension, which then lies densely: `pad` alone keeps the order of what looks like an image to it."""
+    return tensor if tensor.shape[-1] == size else pad(tensor, (0, size - tensor.shape[-1])).contiguous()
+
+
 def _same_dims(query, key, value, multiple: int = 1) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Head dims padded with zeros to one size; the scale stays that of the true one."""
-    size = max(query.shape[3], value.shape[3])
-    size = math.ceil(size / multiple) * multiple
-    query, key = (pad(t, (0, size - t.shape[3])) if t.shape[3] != size else t for t in (query, key))
-    return query, key, pad(value, (0, size - value.shape[3])) if value.shape[3] != size else value
+    size = math.ceil(max(query.shape[3], value.shape[3]) / multiple) * multiple
+    return tuple(widened(t, size) for t in (query, key, value))
 
 
 # ---------------------------------------------------------------------- the kernels
@@ -243,7 +246,7 @@ def repeated_and_padded(call: AttentionCall, query, key, value) -> tuple[torch.T
     if group > 1:
         key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
     step = 16 // query.dtype.itemsize
-    tensors = (pad(t, (0, -t.shape[3] % step)) if t.shape[3] % step else t for t in (query, key, value))
+    tensors = (widened(t, t.shape[3] + -t.shape[3] % step) for t in (query, key, value))
     # The kernel wants every stride a multiple, those of dimensions of size 1 too, which nothing steps along.
     return tuple(t.clone(memory_format=torch.contiguous_format) if any(n % step for n in t.stride()[:3]) else t for t in tensors)
 

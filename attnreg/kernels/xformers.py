@@ -17,15 +17,15 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch.nn.functional import pad
 
 from ..backend import Backend, Output
 from ..call import AttentionCall
 from ..capabilities import EMULATED, NATIVE, Capabilities, Reason, Support
 from ..spec import AttentionSpec, Feature
+from .flash import refuse_second
 from .order import rank_of
 from .rows import Rows, rows_of
-from .sdpa import flash_lacks_memory, no_early_window, repeated_and_padded, roomy, rows_fit, run_around
+from .sdpa import flash_lacks_memory, no_early_window, repeated_and_padded, roomy, rows_fit, run_around, widened
 from .varlen import padding_must_fit, padding_needs_the_host
 
 NEGATIVE_INFINITY = float("-inf")
@@ -185,6 +185,9 @@ def _flash(call: AttentionCall) -> Output:
     if rows.empty:
         return rows.nothing(call)
     bias = segments_for(call, fmha.attn_bias, *lengths, call.device)
+    if max(lengths[0]) == 1 and 0 in lengths[0]:
+        # For one query a segment the kernel lays the heads of a group side by side, and then counts on every segment having that query.
+        bias.q_seqinfo.max_seqlen = 2
     result = _run(call, *(t[None] for t in (rows.query, rows.key, rows.value)), bias)
     if not call.return_lse:
         return rows.restored(result.squeeze(0))
@@ -221,13 +224,16 @@ def _run(call: AttentionCall, query, key, value, bias) -> Output:
     """The flash operator over (B, S, H, D) tensors."""
     spec, flash = call.spec, _Found.fmha.flash
     if query.shape[-1] % 8:
-        query, key, value = (pad(t, (0, -t.shape[-1] % 8)) for t in (query, key, value))
+        query, key, value = (widened(t, t.shape[-1] + -t.shape[-1] % 8) for t in (query, key, value))
     elif not (spec.unit_stride and spec.aligned):
         query, key, value = (t.clone(memory_format=torch.contiguous_format) for t in (query, key, value))
     group = call.query_heads // call.key_heads
     if spec.gradients:
         # Grouped heads have no backward.
         key, value = (t.repeat_interleave(group, 2) if group > 1 else t for t in (key, value))
+        if query.shape != key.shape and query.stride(-2) == query.shape[-1] + key.shape[-1] + value.shape[-1]:
+            # By that stride xformers takes the three for slices of one tensor, and gives all gradients the query's shape.
+            query = query.contiguous()
     else:
         query, key, value = (t.detach() for t in (query, key, value))
         if group > 1:
@@ -263,7 +269,10 @@ def _attend(call: AttentionCall, query, key, value, bias, kernel) -> Output:
     fmha = _Found.fmha
     if call.return_lse:
         return fmha.memory_efficient_attention_forward_requires_grad(query, key, value, bias, 0.0, call.scale, op=kernel.FwOp)
-    return fmha.memory_efficient_attention(query, key, value, bias, call.dropout_p, call.scale, op=(kernel.FwOp, kernel.BwOp))
+    output = fmha.memory_efficient_attention(query, key, value, bias, call.dropout_p, call.scale, op=(kernel.FwOp, kernel.BwOp))
+    if call.spec.gradients and not call.spec.compiling and output.requires_grad:
+        output.register_hook(refuse_second)
+    return output
 
 
 # ---------------------------------------------------------------------- the claims
