@@ -23,6 +23,7 @@ from timing import interleaved
 
 import attnreg
 from attnreg import DynamicCache, PagedCache, SlidingCache, StaticCache, attention, last_selection
+from attnreg.kernels import flash2, flash3
 
 
 def fill(layer, key, value) -> None:
@@ -117,9 +118,9 @@ def launches(function) -> list[str]:
 def libraries() -> dict[str, Callable]:
     """What is installed: `flash_attn_with_kvcache` of flash-attn 2 and 3, and flash-attn 4's functions, by name."""
     found = {}
-    for name, library in (("flash2", "flash_attn"), ("flash3", "flash_attn_interface")):
-        if name in attnreg.backends() and not attnreg.backends()[name].reason_missing:
-            found[name] = importlib.import_module(library).flash_attn_with_kvcache
+    for name, kernels in (("flash2", flash2), ("flash3", flash3)):
+        if not attnreg.backends()[name].reason_missing:
+            found[name] = kernels.library().module.flash_attn_with_kvcache
     if not attnreg.backends()["flash4"].reason_missing:
         found["flash4"] = importlib.import_module("flash_attn.cute").flash_attn_varlen_func
     return found

@@ -8,6 +8,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import attnreg
+from attnreg.kernels.sdpa import widened
 
 FUSED = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
@@ -114,3 +115,13 @@ def test_gradients_of_rows_whose_bias_is_a_huge_number(dtype, fill, learned, cau
     near = {torch.float32: 2e-6, torch.bfloat16: 0.1, torch.float64: 1e-12}[dtype]
     for got, expected in zip(found["sdpa"], found["reference"]):
         torch.testing.assert_close(got, expected, rtol=near, atol=near)
+
+
+def test_widened_head_dims_lie_densely():
+    """`pad` keeps the order of a tensor that looks like an image with its channels last; kernels read along a last stride of 1."""
+    tensor = torch.randn(1, 3, 2, 9).permute(0, 3, 1, 2)
+    assert torch.nn.functional.pad(tensor, (0, 6)).stride(-1) != 1, "the case this is about"
+    wide = widened(tensor, 8)
+    assert wide.stride(-1) == 1
+    assert torch.equal(wide[..., :2], tensor) and not wide[..., 2:].any()
+    assert widened(tensor, 2) is tensor

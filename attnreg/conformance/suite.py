@@ -200,7 +200,7 @@ def checks_for(backend: Backend, device: str, dtypes: Sequence[torch.dtype], pro
             found.append(Check(f"equals_reference[{feature}]", checks.equals_reference, draws, few, only))
         elif feature is Feature.PAGED:
             # Never refused for them: they are gathered into key and value.
-            found.append(Check("gathers[paged]", checks.equals_reference, drawn(only), max(few // 4, 2), only))
+            found.append(Check("gathers[paged]", checks.equals_reference, drawn(only), max(few // 4, 8), only))
         elif feature is not Feature.LSE_GRADIENT:
             refuse = functools.partial(checks.refuses, feature=feature)
             found.append(Check(f"refuses[{feature}]", refuse, free({feature}), max(few // 4, 2), frozenset({feature})))

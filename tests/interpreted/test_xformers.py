@@ -83,3 +83,32 @@ def test_gradients(name):
         gradients.append(torch.autograd.grad((output * weight).sum(), tensors))
     for one, other in zip(*gradients):
         torch.testing.assert_close(one, other, atol=2e-5, rtol=2e-5)
+
+
+def test_a_lone_query_beside_segments_without_one():
+    """Where the longest segment has one query, the kernel lays the heads of a group side by side, which needs a query in each."""
+    tensors = make(queries=2, keys=9, key_heads=2)
+    options = {"cu_seqlens": (starts(1, 0, 1), starts(4, 2, 3)), "max_seqlens": (1, 4)}
+    ours, right = (attnreg.attention(*tensors, **options, backend=b) for b in ("xformers_interpreted", "reference"))
+    torch.testing.assert_close(ours, right, atol=1e-5, rtol=1e-5)
+
+
+def test_gradients_of_a_query_whose_heads_lie_three_dims_apart():
+    """By that stride xformers takes query, key and value for slices of one tensor, whose gradients have one shape."""
+    gradients = []
+    for backend in ("xformers_interpreted", "reference"):
+        query, key, value = make(queries=3, keys=8, key_heads=4, dim=16, gradients=True)
+        apart = torch.cat([query] * 3, -1)[..., :16]
+        assert apart.stride(-2) == 48
+        lengths = {"key_lengths": torch.tensor([5])}
+        output = attnreg.attention(apart, key, value, **lengths, backend=backend)
+        gradients.append(torch.autograd.grad(output.pow(2).sum(), (query, key, value)))
+    for one, other in zip(*gradients):
+        torch.testing.assert_close(one, other, atol=2e-5, rtol=2e-5)
+
+
+def test_a_second_derivative_is_refused():
+    tensors = make(gradients=True)
+    output = attnreg.attention(*tensors, backend="xformers_interpreted")
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.autograd.grad(output.sum(), tensors, create_graph=True)
