@@ -8,14 +8,15 @@ import attnreg
 from attnreg.kernels.order import ORDER, kind
 from attnreg.spec import AttentionSpec
 
-PREFILL = AttentionSpec("cuda", (9, 0), torch.bfloat16, 32, 8, 128, 128, causal=True, sizes=(2, 2048, 2048))
+PREFILL = AttentionSpec("cuda", (9, 0), torch.bfloat16, 32, 8, 64, 64, causal=True, sizes=(2, 2048, 2048))
 ONE = {"equal_lengths": False, "single_query": True, "sizes": (1, 1, 4096)}
 KINDS = {
     "short": {"sizes": (2, 1024, 1024)},
     "long": {},
+    "long and wide": {"head_dim": 128, "value_dim": 128},
     "one query of few rows": ONE,
-    "one query": {**ONE, "sizes": (16, 1, 4096), "key_mask": "left"},
-    "one query, lengths": {**ONE, "key_lengths": True, "sizes": (16, 1, 4096)},
+    "one query": {**ONE, "sizes": (32, 1, 4096), "key_mask": "left"},
+    "one query, lengths": {**ONE, "key_lengths": True, "sizes": (32, 1, 4096)},
     "one query, window": {**ONE, "window": (True, False)},
     "one query, softcap": {**ONE, "softcap": True},
     "few queries": {"equal_lengths": False, "sizes": (2, 16, 4096)},
