@@ -217,7 +217,7 @@ def summary(results: list[dict]) -> dict:
 def versions() -> str:
     cudnn = torch.backends.cudnn.version() or 0
     found = [f"torch {torch.__version__}", f"cuDNN {cudnn // 10000}.{cudnn // 100 % 100}"]
-    for package in ("flash-attn", "flash-attn-3", "flash-attn-4", "xformers"):
+    for package in ("flash-attn", "flash-attn-3", "fa3-fwd", "flash-attn-4", "xformers"):
         try:
             found.append(f"{package} {importlib.metadata.version(package)}")
         except importlib.metadata.PackageNotFoundError:
