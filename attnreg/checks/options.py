@@ -80,7 +80,8 @@ def _check_broadcast(call: AttentionCall, name: str, tensor: torch.Tensor) -> No
             f"{name}: 4-D, each dimension that of (B, Hq, Sq, Sk) = {whole} or 1, got shape {tuple(tensor.shape)}; say which dimensions are "
             f"meant with {name}[:, None] or {name}[None, None]; a (B, Sk) padding mask is key_mask="
         )
-    if any(n not in (1, m) for n, m in zip(tensor.shape, whole)):
+    # Not "n not in (1, m)": the compiler takes a number for no member where m is a symbolic size, of whatever value.
+    if any(n != 1 and n != m for n, m in zip(tensor.shape, whole)):
         raise ValueError(f"{name}: each dimension that of (B, Hq, Sq, Sk) = {whole} or 1, got shape {tuple(tensor.shape)}")
     check_device(call, name, tensor)
 
