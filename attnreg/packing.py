@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from . import visibility
+from .checks.numbers import whole_numbers
 
 if TYPE_CHECKING:
     from .call import AttentionCall
@@ -45,6 +46,7 @@ class Padding:
     ) -> None:
         if form not in FORMS:
             raise ValueError(f"form: one of {', '.join(FORMS)}, got {form!r}")
+        _check_mask(mask)
         self.mask = mask
         self.form = form
         self.lengths = mask.sum(1, dtype=torch.int32) if lengths is None else lengths
@@ -66,7 +68,7 @@ class Padding:
             raise ValueError(f"side: 'left' or 'right', the side on which the padding stands, got {side!r}")
         host = None
         if not isinstance(lengths, torch.Tensor) or lengths.device.type == "cpu":
-            host = tuple(int(n) for n in (lengths.tolist() if isinstance(lengths, torch.Tensor) else lengths))
+            host = tuple(whole_numbers("lengths", lengths))
             if any(not 0 <= n <= size for n in host):
                 raise ValueError(f"lengths: each between 0 and size={size}, got {list(host)}")
             count = torch.tensor(host, dtype=torch.int32).to(device or "cpu", non_blocking=True)
@@ -82,10 +84,7 @@ class Padding:
 
         The same mask tensor, unchanged, is looked at once: the answer is kept as long as the tensor lives.
         """
-        if mask.dtype != torch.bool or mask.dim() != 2:
-            raise TypeError(
-                f"mask: a (B, S) bool tensor, True = a real token, got {mask.dtype} of shape {tuple(mask.shape)}; use mask.bool()"
-            )
+        _check_mask(mask)
         found = known(mask)
         if found is not None:
             return found
@@ -135,6 +134,13 @@ class Padding:
 
     def __repr__(self) -> str:
         return f"Padding(form={self.form!r}, shape={tuple(self.shape)}, lengths={self.host_lengths or 'on ' + str(self.mask.device)})"
+
+
+def _check_mask(mask: Any) -> None:
+    if not isinstance(mask, torch.Tensor):
+        raise TypeError(f"mask: a (B, S) bool tensor, True = a real token, got {type(mask).__name__}")
+    if mask.dtype != torch.bool or mask.dim() != 2:
+        raise TypeError(f"mask: a (B, S) bool tensor, True = a real token, got {mask.dtype} of shape {tuple(mask.shape)}; use mask.bool()")
 
 
 _examined: dict[int, tuple[weakref.ref[torch.Tensor], int, Padding]] = {}

@@ -554,3 +554,17 @@ def test_nan_of_a_bias_at_padded_queries_reaches_no_gradient():
     bias[:, :, 0] = float("nan")
     attention(query, key, value, cache=DynamicCache(1)[0], bias=bias, query_mask=real, causal=True).sum().backward()
     assert key.grad.isfinite().all() and value.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("kind", [lambda: DynamicCache(1), lambda: StaticCache(1, 2, 8, 2, 8), lambda: PagedCache(1, 2, 8, 4, 2, 8)])
+@pytest.mark.parametrize("rows", [torch.tensor([False, True]), torch.tensor([0.0, 1.0]), [0.5], [True], "1"])
+def test_rows_and_lengths_are_whole_numbers(kind, rows):
+    """[False, True] would be rows 0 and 1, and 0.5 row 0."""
+    cache = kind()
+    attention(*tensors(size=4), cache=cache[0], causal=True)
+    for change in (cache.reset, cache.reorder, cache.crop, cache.free if isinstance(cache, PagedCache) else cache.reset):
+        with pytest.raises(TypeError, match="whole numbers"):
+            change(rows)
+    with pytest.raises(TypeError, match="whole numbers"):
+        attention(*tensors(size=1), cache=cache[0], query_lengths=rows)
+    assert cache.lengths.tolist() == [4, 4]

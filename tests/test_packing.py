@@ -69,3 +69,16 @@ def test_the_form_of_every_mask(rows, size):
         left = mask.tolist() == [[False] * (size - n) + [True] * n for n in real]
         found = packing.Padding.from_mask(mask)
         assert (found.form, list(found.host_lengths)) == ("right" if right else "left" if left else "any", real)
+
+
+@pytest.mark.parametrize("lengths", [[3.7, 5], torch.tensor([3.7, 5.0]), [True, 5], 3, [[3], [4]], "35"])
+def test_lengths_are_whole_numbers(lengths):
+    with pytest.raises(TypeError, match=r"^lengths: whole numbers"):
+        packing.Padding.from_lengths(lengths, 5)
+
+
+@pytest.mark.parametrize("mask", [None, [[True]], torch.ones(2, 5), torch.ones(2, 1, 1, 5, dtype=torch.bool)])
+def test_a_padding_is_of_a_bool_mask(mask):
+    for make in (packing.Padding.from_mask, lambda mask: packing.Padding(mask, "any")):
+        with pytest.raises(TypeError, match=r"^mask: a \(B, S\) bool tensor"):
+            make(mask)
