@@ -39,6 +39,8 @@ class Padding:
     mask: (B, S) bool, True for a real token.
     lengths: (B,) int32, the number of real tokens in each row, on the mask's device.
     host_lengths: the same as Python numbers, where the host knows them.
+
+    The mask stays as it is: after a change in place, of a tensor that it shares memory with too, a call raises ValueError.
     """
 
     def __init__(
@@ -55,6 +57,8 @@ class Padding:
         self.runs: dict = {}
         self._packed: Packed | None = None
         self._bounds: tuple[torch.Tensor, torch.Tensor] | None = None
+        # Of a mask made under inference_mode no change can be seen, nor while the compiler traces.
+        self._version = None if torch.compiler.is_compiling() or mask.is_inference() else mask._version
 
     @classmethod
     def from_lengths(
@@ -151,6 +155,10 @@ weak keys takes five times as long, once a layer."""
 def known(mask: Any) -> Padding | None:
     """What is known of a padding mask without looking at it: a declared form, or what was found in this tensor before."""
     if isinstance(mask, Padding):
+        if not torch.compiler.is_compiling() and mask._version is not None and mask._version != mask.mask._version:
+            raise ValueError(
+                f"query_mask, key_mask: a Padding whose mask is as it was made, got {mask!r}, whose mask was changed in place; make a new one"
+            )
         return mask
     found = _examined.get(id(mask))
     return found[2] if found is not None and found[0]() is mask and found[1] == mask._version else None

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import attnreg
 from attnreg import packing
 
 
@@ -82,3 +83,17 @@ def test_a_padding_is_of_a_bool_mask(mask):
     for make in (packing.Padding.from_mask, lambda mask: packing.Padding(mask, "any")):
         with pytest.raises(TypeError, match=r"^mask: a \(B, S\) bool tensor"):
             make(mask)
+
+
+def test_a_padding_whose_mask_was_changed_is_refused():
+    """What was made of it once (lengths, indices, what fits) would no longer be true."""
+    query, mask = torch.randn(2, 5, 2, 8), torch.ones(2, 5, dtype=torch.bool)
+    padding = packing.Padding.from_mask(mask)
+    for _ in range(2):
+        attnreg.attention(query, query, query, key_mask=padding)
+    mask[0, 2:] = False
+    for argument in ("key_mask", "query_mask"):
+        with pytest.raises(ValueError, match="changed in place; make a new one"):
+            attnreg.attention(query, query, query, **{argument: padding})
+    attnreg.attention(query, query, query, key_mask=packing.Padding.from_mask(mask))
+    attnreg.attention(query, query, query, key_mask=mask)

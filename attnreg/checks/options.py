@@ -54,7 +54,7 @@ def take_masks(call: AttentionCall, query_mask: Any, key_mask: Any, mask: Any, b
         if given is None:
             continue
         if isinstance(given, packing.Padding):
-            setattr(call, f"{side}_padding", given)
+            setattr(call, f"{side}_padding", packing.known(given))
             given = given.mask
         name, size = f"{side}_mask", "Sq" if side == "query" else "Sk"
         _check_bool(name, given)
