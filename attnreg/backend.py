@@ -106,7 +106,13 @@ class Backend:
     def reason_missing(self) -> Reason | None:
         """Why this backend can't run here at all, or None; asked once."""
         if "missing" not in self._known:
-            self._known["missing"] = self.missing()
+            try:
+                why = self.missing()
+                if not (why is None or isinstance(why, Reason)):
+                    raise TypeError(f"missing of backend {self.name!r}: an attnreg.Reason or None, got {why!r}")
+            except Exception as error:  # as of a library that is there and can't be loaded: nobody else's call is harmed
+                why = Reason("missing", "its own check", f"raised {type(error).__name__}: {error}", "repair or uninstall it")
+            self._known["missing"] = why
         return self._known["missing"]
 
     @property

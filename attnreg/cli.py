@@ -76,9 +76,9 @@ def doctor() -> None:
 @app.command()
 def explain(
     query: Annotated[str, typer.Option(help="B,Sq,Hq,D", metavar="B,SQ,HQ,D")],
-    keys: Annotated[int | None, typer.Option(help="Key slots Sk; by default Sq.")] = None,
-    kv_heads: Annotated[int | None, typer.Option(help="Key heads; by default Hq.")] = None,
-    value_dim: Annotated[int | None, typer.Option(help="Dv; by default D.")] = None,
+    keys: Annotated[int | None, typer.Option(help="Key slots Sk; by default Sq.", min=0)] = None,
+    kv_heads: Annotated[int | None, typer.Option(help="Key heads; by default Hq.", min=1)] = None,
+    value_dim: Annotated[int | None, typer.Option(help="Dv; by default D.", min=1)] = None,
     dtype: Annotated[str, typer.Option(help="float16, bfloat16, float32 or float64")] = "float32",
     device: Annotated[str, typer.Option(help="cpu or cuda; it need not be here.")] = "cpu",
     capability: Annotated[str, typer.Option(help="Compute capability for --device cuda.")] = "9.0",
@@ -93,8 +93,8 @@ def explain(
     key_lengths: Annotated[bool, typer.Option("--key-lengths")] = False,
     query_lengths: Annotated[bool, typer.Option("--query-lengths")] = False,
     key_starts: Annotated[bool, typer.Option("--key-starts")] = False,
-    packed: Annotated[int | None, typer.Option(help="This many packed segments; B is 1.")] = None,
-    page_size: Annotated[int | None, typer.Option(help="Keys in pages of this many slots.")] = None,
+    packed: Annotated[int | None, typer.Option(help="This many packed segments; B is 1.", min=0)] = None,
+    page_size: Annotated[int | None, typer.Option(help="Keys in pages of this many slots.", min=1)] = None,
     alibi: Annotated[bool, typer.Option("--alibi")] = False,
     softcap: Annotated[float | None, typer.Option()] = None,
     sinks: Annotated[bool, typer.Option("--sinks")] = False,
@@ -159,7 +159,7 @@ def explain(
             deterministic=deterministic,
             pages=pages,
         )
-        level = tuple(int(n) for n in capability.split("."))
+        level = _capability(capability)
         spec: AttentionSpec = call.spec._replace(
             device=device, capability=level if device == "cuda" else None, compiling=compiling, capturing=capturing
         )
@@ -178,14 +178,17 @@ def explain(
 def matrix(
     markdown: Annotated[bool, typer.Option("--markdown", help="As a table for a README.")] = False,
     report: Annotated[
-        Path | None, typer.Option("--from", help="Show the certificate that `attnreg check --report` wrote.", exists=True)
+        Path | None, typer.Option("--from", help="Show the certificate that `attnreg check --report` wrote.", exists=True, dir_okay=False)
     ] = None,
 ) -> None:
     """Features by backends, from the claims; or a certificate."""
     if report:
-        written = json.loads(report.read_text())
-        head, rows = matrices.certificate(written)
-        print(matrices.headline(written) + "\n")
+        try:
+            written = json.loads(report.read_text(encoding="utf-8"))
+            (head, rows), headline = matrices.certificate(written), matrices.headline(written)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise typer.BadParameter(f"--from: a certificate that attnreg check --report wrote; {report} is none ({error!r})") from error
+        print(headline + "\n")
     else:
         head, rows = matrices.claims(registry.backends().values())
     if markdown:
@@ -218,6 +221,8 @@ def check(
 
     if profile not in PROFILES:
         raise typer.BadParameter(f"--profile: {' or '.join(PROFILES)}, got {profile!r}")
+    if report and not report.absolute().parent.is_dir():
+        raise typer.BadParameter(f"--report: a file in a folder that is there, got {str(report)!r}")
     if sizes not in (None, *SIZES):
         raise typer.BadParameter(f"--sizes: {' or '.join(SIZES)}, got {sizes!r}")
     amount = PROFILES[profile]
@@ -238,7 +243,7 @@ def check(
             result = run_checks(
                 name, device=device, dtypes=[_dtype(d) for d in dtype] if dtype else None, profile=amount, progress=progress
             )
-    except LookupError as error:
+    except (LookupError, ValueError) as error:
         raise typer.BadParameter(str(error.args[0])) from error
     if report:
         result.write(str(report))
@@ -304,13 +309,20 @@ def _dtype(name: str) -> torch.dtype:
 
 def _numbers(option: str, text: str, count: int) -> list[int]:
     parts = text.split(",")
-    if len(parts) != count or not all(part.strip().isdigit() for part in parts):
+    if len(parts) != count or not all(part.strip().isdecimal() for part in parts):
         raise typer.BadParameter(f"{option}: {count} whole numbers with commas between, got {text!r}")
     return [int(part) for part in parts]
 
 
+def _capability(text: str) -> tuple[int, ...]:
+    parts = text.split(".")
+    if len(parts) != 2 or not all(part.isdecimal() for part in parts):
+        raise typer.BadParameter(f"--capability: two whole numbers with a point between, as in 9.0, got {text!r}")
+    return tuple(int(part) for part in parts)
+
+
 def _window(text: str) -> tuple[int | None, ...]:
     sides = [part.strip().lower() for part in text.split(",")]
-    if len(sides) != 2 or not all(side == "none" or side.isdigit() for side in sides):
+    if len(sides) != 2 or not all(side == "none" or side.isdecimal() for side in sides):
         raise typer.BadParameter(f"--window: left,right, each a whole number or 'none', got {text!r}")
     return tuple(None if side == "none" else int(side) for side in sides)

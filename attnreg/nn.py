@@ -105,6 +105,13 @@ class Attention(nn.Module):
             if projection.bias is not None:
                 nn.init.zeros_(projection.bias)
 
+    def _apply(self, function: Any, recurse: bool = True) -> Attention:
+        # Slopes are known numbers, and in no state dict: `to_empty` must not leave them as it finds them, nor another dtype round them.
+        super()._apply(function, recurse)
+        if self.positions == "alibi":
+            self.slopes = alibi_slopes(self.heads, self.slopes.device)
+        return self
+
     def forward(
         self,
         query: torch.Tensor,
@@ -182,14 +189,17 @@ def rotated(tensor: torch.Tensor, turn: tuple[torch.Tensor, torch.Tensor]) -> to
 def _positions(query: torch.Tensor, key_mask: torch.Tensor | Padding | None, cache: LayerCache | None, cu_seqlens: Any) -> torch.Tensor:
     """Position ids of the new tokens, (B or 1, S): contract section 5, without a cache as with an empty one."""
     length = query.shape[-2]
-    if cache is not None:
+    if cache is not None and cu_seqlens is None:
         from .cache.positions import positions
 
         return positions(cache, length, key_mask.mask if isinstance(key_mask, Padding) else key_mask)
     slot = torch.arange(length, device=query.device)
     if cu_seqlens is not None:
         cu = cu_seqlens[0]
-        positions = slot - cu.long()[segments(cu, slot)]
+        row = segments(cu, slot)
+        positions = slot - cu.long()[row]
+        if cache is not None and cache.lengths.shape[0]:  # segment n goes on where row n of the cache ends
+            positions = positions + cache.lengths.to(positions)[row]
         return positions if query.dim() == 2 else positions[None]
     if key_mask is None:
         return slot[None]

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from . import visibility
+from .checks.numbers import whole_numbers
 
 if TYPE_CHECKING:
     from .call import AttentionCall
@@ -38,6 +39,8 @@ class Padding:
     mask: (B, S) bool, True for a real token.
     lengths: (B,) int32, the number of real tokens in each row, on the mask's device.
     host_lengths: the same as Python numbers, where the host knows them.
+
+    The mask stays as it is: after a change in place, of a tensor that it shares memory with too, a call raises ValueError.
     """
 
     def __init__(
@@ -45,6 +48,7 @@ class Padding:
     ) -> None:
         if form not in FORMS:
             raise ValueError(f"form: one of {', '.join(FORMS)}, got {form!r}")
+        _check_mask(mask)
         self.mask = mask
         self.form = form
         self.lengths = mask.sum(1, dtype=torch.int32) if lengths is None else lengths
@@ -53,6 +57,8 @@ class Padding:
         self.runs: dict = {}
         self._packed: Packed | None = None
         self._bounds: tuple[torch.Tensor, torch.Tensor] | None = None
+        # Of a mask made under inference_mode no change can be seen, nor while the compiler traces.
+        self._version = None if torch.compiler.is_compiling() or mask.is_inference() else mask._version
 
     @classmethod
     def from_lengths(
@@ -66,7 +72,7 @@ class Padding:
             raise ValueError(f"side: 'left' or 'right', the side on which the padding stands, got {side!r}")
         host = None
         if not isinstance(lengths, torch.Tensor) or lengths.device.type == "cpu":
-            host = tuple(int(n) for n in (lengths.tolist() if isinstance(lengths, torch.Tensor) else lengths))
+            host = tuple(whole_numbers("lengths", lengths))
             if any(not 0 <= n <= size for n in host):
                 raise ValueError(f"lengths: each between 0 and size={size}, got {list(host)}")
             count = torch.tensor(host, dtype=torch.int32).to(device or "cpu", non_blocking=True)
@@ -82,10 +88,7 @@ class Padding:
 
         The same mask tensor, unchanged, is looked at once: the answer is kept as long as the tensor lives.
         """
-        if mask.dtype != torch.bool or mask.dim() != 2:
-            raise TypeError(
-                f"mask: a (B, S) bool tensor, True = a real token, got {mask.dtype} of shape {tuple(mask.shape)}; use mask.bool()"
-            )
+        _check_mask(mask)
         found = known(mask)
         if found is not None:
             return found
@@ -137,6 +140,13 @@ class Padding:
         return f"Padding(form={self.form!r}, shape={tuple(self.shape)}, lengths={self.host_lengths or 'on ' + str(self.mask.device)})"
 
 
+def _check_mask(mask: Any) -> None:
+    if not isinstance(mask, torch.Tensor):
+        raise TypeError(f"mask: a (B, S) bool tensor, True = a real token, got {type(mask).__name__}")
+    if mask.dtype != torch.bool or mask.dim() != 2:
+        raise TypeError(f"mask: a (B, S) bool tensor, True = a real token, got {mask.dtype} of shape {tuple(mask.shape)}; use mask.bool()")
+
+
 _examined: dict[int, tuple[weakref.ref[torch.Tensor], int, Padding]] = {}
 """What was found in mask tensors, by their ids. A reference tells the tensor from a later one of the same id; torch's own dictionary with
 weak keys takes five times as long, once a layer."""
@@ -145,6 +155,10 @@ weak keys takes five times as long, once a layer."""
 def known(mask: Any) -> Padding | None:
     """What is known of a padding mask without looking at it: a declared form, or what was found in this tensor before."""
     if isinstance(mask, Padding):
+        if not torch.compiler.is_compiling() and mask._version is not None and mask._version != mask.mask._version:
+            raise ValueError(
+                f"query_mask, key_mask: a Padding whose mask is as it was made, got {mask!r}, whose mask was changed in place; make a new one"
+            )
         return mask
     found = _examined.get(id(mask))
     return found[2] if found is not None and found[0]() is mask and found[1] == mask._version else None

@@ -16,10 +16,10 @@ import torch
 
 from . import hookspecs, policy
 from .backend import Backend
+from .select import STRICT
 from .spec import AttentionSpec
 
 GROUP = "attnreg"
-STRICT = "ATTNREG_STRICT_PLUGINS"
 
 
 # Where a rank depends on the spec, the order shown is that of a grouped causal prefill on a recent GPU.
@@ -189,13 +189,17 @@ def _take(manager: pluggy.PluginManager, plugin: Any, source: str) -> None:
         try:
             if not isinstance(backend, Backend):
                 raise TypeError(f"attnreg_backends returned {backend!r}, which is no attnreg.Backend")
-            backend.claims  # noqa: B018 - a malformed claim shows here, not in a user's call
             _add(backend, source)
         except Exception as error:
             _failed(source, _describe(error), "this backend is left out; the plugin's others are not", error)
 
 
 def _add(backend: Backend, source: str, *, override: bool = False) -> None:
+    # What is malformed shows here, not in a user's call.
+    backend.claims  # noqa: B018
+    rank = backend.rank(_USUAL)
+    if isinstance(rank, bool) or not isinstance(rank, (int, float)):
+        raise TypeError(f"priority of backend {backend.name!r}: a number, or a function of the spec that returns one, got {rank!r}")
     taken = _registry.backends.get(backend.name)
     if taken is not None and not override:
         raise ValueError(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -13,6 +15,9 @@ from .spec import AttentionSpec
 
 if TYPE_CHECKING:
     from .call import AttentionCall
+
+STRICT = "ATTNREG_STRICT_PLUGINS"
+"""Set to 1, a backend that is broken is an error in every call, not a reason against it."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +87,8 @@ def select(spec: AttentionSpec, candidates: Iterable[Backend], policy: Policy, f
     first, then by rank; a rank below 0 means only when nothing else can. Approximate backends are left out of "auto" unless allowed.
     """
     candidates = list(candidates)
-    reasons = {b.name: list(b.reasons_against(spec)) for b in candidates}
+    asked = {b.name: _asked(b, spec) for b in candidates}
+    reasons = {name: list(why) for name, (why, _, _) in asked.items()}
     for backend in candidates:
         for mode in sorted(policy.require):
             # A mode that the call itself asks for (deterministic=True) is among the spec's features, and reported there.
@@ -90,8 +96,8 @@ def select(spec: AttentionSpec, candidates: Iterable[Backend], policy: Policy, f
                 reasons[backend.name].append(Reason(mode.value, "required by using(...)", "not claimed"))
 
     def automatic(backend: Backend) -> tuple:
-        rank = backend.rank(spec)
-        return (rank < 0, bool(backend.claims.emulations(spec)), -rank)
+        _, rank, emulations = asked[backend.name]
+        return (rank < 0, bool(emulations), -rank)
 
     ordered: list[Backend] = []
     for name in policy.order:
@@ -99,7 +105,7 @@ def select(spec: AttentionSpec, candidates: Iterable[Backend], policy: Policy, f
             exact = [b for b in candidates if b.claims.bound is None or "approximate" in policy.allow]
             group = sorted(exact, key=automatic)
         else:
-            group = sorted((b for b in candidates if name in (b.name, b.family)), key=lambda b: -b.rank(spec))
+            group = sorted((b for b in candidates if name in (b.name, b.family)), key=lambda b: -asked[b.name][1])
         ordered += [b for b in group if b not in ordered]
     for backend in candidates:
         if backend not in ordered:
@@ -118,8 +124,20 @@ def select(spec: AttentionSpec, candidates: Iterable[Backend], policy: Policy, f
         able=tuple(b.name for b in able[1:]),
         source=policy.source,
         order=policy.order,
-        emulations=chosen.claims.emulations(spec) if chosen else (),
+        emulations=asked[chosen.name][2] if chosen else (),
         notes=tuple(chosen.notes(spec)) if chosen else (),
         failures=failures,
         run=None if chosen is None else chosen.run_for(spec) if chosen.run_for else chosen.run,
     )
+
+
+def _asked(backend: Backend, spec: AttentionSpec) -> tuple[tuple[Reason, ...], float, tuple[str, ...]]:
+    """What a backend says of a spec: reasons against it, its rank, what it emulates. One that can't say harms nobody but itself."""
+    try:
+        reasons = backend.reasons_against(spec)
+        return (reasons, -math.inf, ()) if reasons else ((), backend.rank(spec), backend.claims.emulations(spec))
+    except Exception as error:
+        if os.environ.get(STRICT) == "1":
+            raise
+        raised = f"its claims raised {type(error).__name__}: {error}"
+        return (Reason("broken", "what it claims for this call", raised, "repair or uninstall it"),), -math.inf, ()

@@ -121,10 +121,12 @@ def alibi_bias(call: AttentionCall, dtype: torch.dtype) -> torch.Tensor:
 
 def added(call: AttentionCall, dtype: torch.dtype) -> torch.Tensor | None:
     """What is added to the scores, `bias` and alibi, as small as broadcasting allows; None means nothing."""
-    parts = [] if call.bias is None else [_narrowed(cleaned_bias(call), dtype)]
-    if call.alibi_slopes is not None:
-        parts.append(_narrowed(alibi_bias(call, torch.promote_types(dtype, torch.float32)), dtype))
-    return sum(parts[1:], parts[0]) if parts else None
+    bias = None if call.bias is None else cleaned_bias(call)
+    if call.alibi_slopes is None:
+        return None if bias is None else _narrowed(bias, dtype)
+    alibi = alibi_bias(call, torch.promote_types(dtype, torch.float32))
+    # Added up before they are narrowed: two finite numbers of half precision may add up to -inf, which would hide a slot.
+    return _narrowed(alibi if bias is None else alibi + _narrowed(bias, alibi.dtype), dtype)
 
 
 def _narrowed(bias: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -132,7 +134,12 @@ def _narrowed(bias: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     limit = torch.finfo(dtype).max
     if torch.finfo(bias.dtype).max <= limit:
         return bias.to(dtype)
-    return torch.where(bias == float("-inf"), bias, bias.clamp(-limit, limit)).to(dtype)
+    narrowed = torch.where(bias == float("-inf"), bias, bias.clamp(-limit, limit)).to(dtype)
+    if not bias.requires_grad:
+        return narrowed
+    # A clamp stops the gradient of what it cuts, whose slots are seen all the same.
+    finite = bias.masked_fill(~bias.isfinite(), 0.0)
+    return narrowed.detach() + (finite - finite.detach()).to(dtype)
 
 
 def cleaned(

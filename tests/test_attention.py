@@ -315,3 +315,12 @@ def test_learned_terms_get_zero_gradients_where_there_are_no_keys():
     bias, sinks = torch.zeros(1, 1, 4, 1, requires_grad=True), torch.zeros(2, requires_grad=True)
     attnreg.attention(x, y[:, :0], y[:, :0], bias=bias[..., :0], sinks=sinks).sum().backward()
     assert bias.grad.eq(0).all() and sinks.grad.eq(0).all()
+
+
+@pytest.mark.parametrize("side", [2**31 - 1, 2**63 - 1, 10**30])
+def test_a_window_beyond_every_size_limits_nothing(side):
+    query, key, value = (torch.randn(1, 4, 2, 8) for _ in range(3))
+    expected = attnreg.attention(query, key, value, window=(1, None))
+    torch.testing.assert_close(attnreg.attention(query, key, value, window=(1, side)), expected)
+    expected = attnreg.attention(query, key, value)
+    torch.testing.assert_close(attnreg.attention(query, key, value, window=(side, side)), expected)

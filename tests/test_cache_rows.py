@@ -352,6 +352,19 @@ def test_pages_run_out_with_nothing_lost_and_come_back():
     torch.testing.assert_close(out[:1], attention(query, key, value, causal=True)[:1, 4:], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("past", [0, 4])
+def test_a_row_that_lacks_more_than_one_page_is_told_of_all(past):
+    query, key, value = tensors(size=16)
+    cache = PagedCache(1, 2, 3, 4, 2, 8)
+    if past:
+        attention(query[:, :past], key[:, :past], value[:, :past], cache=cache[0], causal=True)
+    needed, free = (8, 3) if not past else (4, 1)
+    size = 16 if not past else 8
+    with pytest.raises(ValueError, match=f"{needed} new pages of 4 slots needed, {free} of 3 are free"):
+        attention(query[:, :size], key[:, :size], value[:, :size], cache=cache[0], causal=True)
+    assert cache.free_pages == free and cache.lengths.tolist() == [past, past]
+
+
 def test_allocated_rows_are_distinct_until_freed():
     query, key, value = tensors(batch=3, size=1)
     cache = PagedCache(1, 3, 6, 4, 2, 8)
@@ -541,3 +554,17 @@ def test_nan_of_a_bias_at_padded_queries_reaches_no_gradient():
     bias[:, :, 0] = float("nan")
     attention(query, key, value, cache=DynamicCache(1)[0], bias=bias, query_mask=real, causal=True).sum().backward()
     assert key.grad.isfinite().all() and value.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("kind", [lambda: DynamicCache(1), lambda: StaticCache(1, 2, 8, 2, 8), lambda: PagedCache(1, 2, 8, 4, 2, 8)])
+@pytest.mark.parametrize("rows", [torch.tensor([False, True]), torch.tensor([0.0, 1.0]), [0.5], [True], "1"])
+def test_rows_and_lengths_are_whole_numbers(kind, rows):
+    """[False, True] would be rows 0 and 1, and 0.5 row 0."""
+    cache = kind()
+    attention(*tensors(size=4), cache=cache[0], causal=True)
+    for change in (cache.reset, cache.reorder, cache.crop, cache.free if isinstance(cache, PagedCache) else cache.reset):
+        with pytest.raises(TypeError, match="whole numbers"):
+            change(rows)
+    with pytest.raises(TypeError, match="whole numbers"):
+        attention(*tensors(size=1), cache=cache[0], query_lengths=rows)
+    assert cache.lengths.tolist() == [4, 4]

@@ -84,6 +84,14 @@ def test_what_nothing_can_run_exits_with_one():
         ([*SHAPE, "--dtype", "int8x"], "--dtype"),
         ([*SHAPE, "--kv-heads", "5"], "divides the query's 32"),
         ([*SHAPE, "--backend", "sdap"], "did you mean 'sdpa'"),
+        (["--query", "²,1,1,1"], "4 whole numbers"),
+        ([*SHAPE, "--kv-heads", "0"], "--kv-heads"),
+        ([*SHAPE, "--value-dim", "-3"], "--value-dim"),
+        ([*SHAPE, "--keys", "-3"], "--keys"),
+        ([*SHAPE, "--page-size", "0"], "--page-size"),
+        (["--query", "1,128,32,64", "--packed", "-1"], "--packed"),
+        ([*SHAPE, "--device", "cuda", "--capability", "9"], "--capability"),
+        ([*SHAPE, "--device", "cuda", "--capability", "x"], "--capability"),
     ],
 )
 def test_nonsense_is_said(arguments, says):
@@ -112,6 +120,34 @@ def test_a_bounded_check_and_its_certificate(tmp_path):
     )
     assert "\n| feature | dtype | of | worst error | allowed |\n" in shown and "\n| causal | float32 | output | " in shown
     assert run(*arguments, "--sizes", "tiny").exit_code == 2
+
+
+@pytest.mark.parametrize("written", ["{}", "[]", "no json"])
+def test_what_is_no_certificate_is_said(tmp_path, written):
+    (tmp_path / "report.json").write_text(written)
+    done = run("matrix", "--from", str(tmp_path / "report.json"))
+    assert done.exit_code == 2 and "--from" in done.output
+    assert run("matrix", "--from", str(tmp_path)).exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--device", "nowhere"], "device"),
+        (["--device", "meta"], "device"),
+        (["--dtype", "int32"], "dtypes"),
+        (["--report", "/no such folder/report.json"], "--report"),
+    ],
+)
+def test_a_check_that_can_not_be_run_is_said_at_once(options, says):
+    done = run("check", "sdpa", *options, "--examples", "1")
+    assert done.exit_code == 2 and f"Invalid value: {says}: " in done.output
+
+
+@pytest.mark.parametrize("name", ["sdpa", "flash", "auto", "class"])
+def test_a_new_backend_under_a_name_that_is_taken(tmp_path, name):
+    done = run("new-backend", name, "--folder", str(tmp_path))
+    assert done.exit_code == 2 and "is free" in done.output and not list(tmp_path.iterdir())
 
 
 def test_new_backend(tmp_path):

@@ -56,6 +56,16 @@ def test_growing_lengths_compile_twice_at_most(name, monkeypatch):
     assert compiled.counter.frame_count <= 2 and compiled.selections <= 8
 
 
+@pytest.mark.parametrize("name", ["mask", "bias"])
+def test_a_mask_is_taken_where_lengths_are_symbolic_already(name, monkeypatch):
+    compiled = Compiled(lambda q, k, v, options: attnreg.attention(q, k, v, **options), monkeypatch)
+    for length in (5, 6):
+        compiled(*tensors(2, length, length), {})
+    call, random = tensors(2, 6, 6), torch.randn(1, 1, 6, 6)
+    options = {name: random > 0 if name == "mask" else random}
+    torch.testing.assert_close(compiled(*call, options), attnreg.attention(*call, **options))
+
+
 TENSORS = {
     "both masks": lambda: {"causal": True, "key_mask": torch.rand(1, 9) > 0.3, "query_mask": torch.rand(1, 9) > 0.3},
     "a declared padding": lambda: {"key_mask": attnreg.Padding.from_lengths(torch.tensor([6]), 9)},

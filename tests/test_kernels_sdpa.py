@@ -125,3 +125,33 @@ def test_widened_head_dims_lie_densely():
     assert wide.stride(-1) == 1
     assert torch.equal(wide[..., :2], tensor) and not wide[..., 2:].any()
     assert widened(tensor, 2) is tensor
+
+
+def test_a_bias_too_large_for_the_dtype_of_the_kernel_keeps_its_gradient():
+    random = torch.Generator().manual_seed(0)
+    query, key, value, output_gradient = (torch.randn(2, 5, 2, 8, generator=random).to(torch.bfloat16) for _ in range(4))
+    bias = torch.full((1, 1, 1, 5), torch.finfo(torch.float32).min)
+    bias[..., 3] = float("-inf")
+    found = {}
+    for backend in ("sdpa", "reference"):
+        leaf = bias.clone().requires_grad_()
+        attnreg.attention(query, key, value, bias=leaf, backend=backend).backward(output_gradient)
+        found[backend] = leaf.grad
+    assert found["reference"].abs().max() > 0.1
+    torch.testing.assert_close(found["sdpa"], found["reference"], rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("learned", [False, True])
+def test_finite_terms_of_half_precision_never_add_up_to_hidden(learned):
+    """-65504 and -200 are two float16 numbers whose sum is not: only -inf means "not seen"."""
+    random = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(1, 1 if n == 0 else 6, 2, 8, generator=random).half() for n in range(3))
+    query.requires_grad_(learned)
+    bias = torch.full((1, 1, 1, 6), torch.finfo(torch.float16).min, dtype=torch.float16)
+    bias[..., 4:] = float("-inf")
+    given = {"bias": bias, "alibi_slopes": torch.tensor([100.0, 0.0])}
+    found = attnreg.attention(query, key, value, **given, backend="sdpa")
+    expected = attnreg.attention(query, key, value, **given, backend="reference")
+    assert expected.abs().amax(-1).min() > 0.1
+    torch.testing.assert_close(found[:, :, 1], expected[:, :, 1], rtol=0.01, atol=0.01)
+    assert found[:, :, 0].abs().max() > 0.01

@@ -180,6 +180,31 @@ def test_cached_in_steps_equals_each_prompt_alone(positions):
     close(output[1, 2:], alone[1][0])
 
 
+@pytest.mark.parametrize("positions", ["none", "rotary", "alibi"])
+def test_packed_steps_with_a_cache_equal_each_prompt_alone(positions):
+    layer = Attention(24, 4, kv_heads=2, positions=positions)
+    first, second = torch.randn(6, 24), torch.randn(5, 24)
+    alone = [layer(x[None], causal=True)[0] for x in (first, second)]
+    cache, outputs, ends = attnreg.DynamicCache(1).layer(0), ([], []), (0, 0)
+    with torch.no_grad():
+        for sizes in ((2, 3), (1, 1), (3, 1)):
+            starts, ends = ends, tuple(e + n for e, n in zip(ends, sizes))
+            cu = torch.tensor([0, sizes[0], sum(sizes)], dtype=torch.int32)
+            step = torch.cat([first[starts[0] : ends[0]], second[starts[1] : ends[1]]])
+            for output, part in zip(outputs, layer(step, causal=True, cu_seqlens=(cu, cu), cache=cache).split(sizes)):
+                output.append(part)
+    for output, right in zip(outputs, alone):
+        close(torch.cat(output), right)
+
+
+def test_alibi_slopes_outlive_moves_and_dtypes():
+    right = alibi_slopes(12)
+    close(Attention(24, 12, positions="alibi").to(torch.bfloat16).slopes, right)
+    layer = Attention(24, 12, positions="alibi", device="meta").to_empty(device="cpu")
+    layer.load_state_dict(Attention(24, 12, positions="alibi").state_dict())
+    close(layer.slopes, right)
+
+
 def test_options_that_the_layer_gives_itself_are_refused():
     layer, tokens = Attention(16, 4, positions="alibi"), torch.randn(2, 4, 16)
     with pytest.raises(TypeError, match="layout"):

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import attnreg
 from attnreg import packing
 
 
@@ -69,3 +70,30 @@ def test_the_form_of_every_mask(rows, size):
         left = mask.tolist() == [[False] * (size - n) + [True] * n for n in real]
         found = packing.Padding.from_mask(mask)
         assert (found.form, list(found.host_lengths)) == ("right" if right else "left" if left else "any", real)
+
+
+@pytest.mark.parametrize("lengths", [[3.7, 5], torch.tensor([3.7, 5.0]), [True, 5], 3, [[3], [4]], "35"])
+def test_lengths_are_whole_numbers(lengths):
+    with pytest.raises(TypeError, match=r"^lengths: whole numbers"):
+        packing.Padding.from_lengths(lengths, 5)
+
+
+@pytest.mark.parametrize("mask", [None, [[True]], torch.ones(2, 5), torch.ones(2, 1, 1, 5, dtype=torch.bool)])
+def test_a_padding_is_of_a_bool_mask(mask):
+    for make in (packing.Padding.from_mask, lambda mask: packing.Padding(mask, "any")):
+        with pytest.raises(TypeError, match=r"^mask: a \(B, S\) bool tensor"):
+            make(mask)
+
+
+def test_a_padding_whose_mask_was_changed_is_refused():
+    """What was made of it once (lengths, indices, what fits) would no longer be true."""
+    query, mask = torch.randn(2, 5, 2, 8), torch.ones(2, 5, dtype=torch.bool)
+    padding = packing.Padding.from_mask(mask)
+    for _ in range(2):
+        attnreg.attention(query, query, query, key_mask=padding)
+    mask[0, 2:] = False
+    for argument in ("key_mask", "query_mask"):
+        with pytest.raises(ValueError, match="changed in place; make a new one"):
+            attnreg.attention(query, query, query, **{argument: padding})
+    attnreg.attention(query, query, query, key_mask=packing.Padding.from_mask(mask))
+    attnreg.attention(query, query, query, key_mask=mask)

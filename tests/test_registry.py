@@ -194,6 +194,47 @@ def test_a_bad_plugin_fails_alone_and_is_shown(install, monkeypatch, load, words
     assert "good" in attnreg.backends(), "a failed load is tried again, not half kept"
 
 
+def no_answer(*args):
+    raise OSError("libmine.so: cannot open shared object file")
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        {"missing": no_answer},
+        {"missing": lambda: "not here"},
+        {"priority": lambda spec: no_answer() if spec.device == "cpu" else 1},
+        {"capabilities": Capabilities(features={Feature.BACKWARD: NATIVE}, rules=(no_answer,))},
+        {"capabilities": Capabilities(features={Feature.BACKWARD: lambda spec: no_answer()})},
+    ],
+    ids=["missing", "missing is no reason", "priority", "rule", "claim"],
+)
+def test_a_backend_that_breaks_when_asked_harms_nobody_elses_calls(install, monkeypatch, broken):
+    whole = {"capabilities": Capabilities(features={Feature.BACKWARD: NATIVE})}
+    install(Entry("bad", plugin("bad", [Backend(name="broken", run=lambda call: call.query, **{**whole, **broken})])))
+    given = torch.ones(1, 2, 1, 8, requires_grad=True)
+    torch.testing.assert_close(attnreg.attention(given, given, given), given)
+    assert "broken" in attnreg.explain(given, given, given).rejected
+    with pytest.raises(attnreg.NoBackendError, match=r"libmine|'not here'"):
+        attnreg.attention(given, given, given, backend="broken")
+
+
+@pytest.mark.parametrize("priority", [lambda spec: None, "high", lambda spec: no_answer()])
+def test_a_malformed_priority_shows_when_it_is_registered(install, priority):
+    made = Backend(name="broken", run=lambda call: call.query, capabilities=Capabilities(features={}), priority=priority)
+    with pytest.raises((TypeError, OSError), match=r"priority of backend 'broken'|libmine"):
+        attnreg.register(made)
+    install(Entry("bad", plugin("bad", [made])))
+    attnreg.attention(x, x, x)
+    assert "broken" not in attnreg.backends()
+
+
+def test_malformed_capabilities_show_when_they_are_registered(install):
+    with pytest.raises(TypeError, match="capabilities of backend 'broken'"):
+        attnreg.register(Backend(name="broken", run=lambda call: call.query, capabilities=lambda: 3))
+    attnreg.attention(x, x, x)
+
+
 def test_an_interrupt_is_no_plugin_failure(install):
     install(Entry("bad", raising(KeyboardInterrupt())))
     with pytest.raises(KeyboardInterrupt):

@@ -154,6 +154,9 @@ class PagedLayer:
                 shared = index < len(tables[b])
                 if shared and pool.holders[tables[b][index]] == 1:
                     continue
+                if short:  # only how many are missing is left to say
+                    short += 1
+                    continue
                 page = tables[b][index - 1] + 1 if index else 1 + b * apart
                 if page not in pool.free or page in fresh:
                     page = next((page for page in others if page not in fresh), None)

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
+from ..checks.numbers import whole_numbers
+
 Lengths = int | Sequence[int] | torch.Tensor
 
 
@@ -140,7 +142,7 @@ def host_counts(counts: Any, rows: int, n: int) -> list[int]:
 def host_numbers(name: str, given: Lengths, rows: int) -> list[int]:
     if isinstance(given, int) and not isinstance(given, bool):
         return [given] * rows
-    numbers = given.tolist() if isinstance(given, torch.Tensor) else [int(n) for n in given]
+    numbers = whole_numbers(name, given)
     if not isinstance(numbers, list) or len(numbers) != rows:
         raise ValueError(f"{name}: one number a row, {rows} in all, got {numbers}")
     return numbers
@@ -157,11 +159,11 @@ def shorter(lengths: list[int], given: Lengths) -> list[int]:
 def row_numbers(rows: Any, batch: int) -> list[int]:
     if rows is None:
         return list(range(batch))
-    if isinstance(rows, int):
-        rows = [rows]
-    numbers = rows.tolist() if isinstance(rows, torch.Tensor) else [int(r) for r in rows]
+    numbers = whole_numbers("rows", [rows] if isinstance(rows, int) else rows)
+    numbers = numbers if isinstance(numbers, list) else [numbers]
     if any(not 0 <= r < batch for r in numbers):
-        raise ValueError(f"rows: each between 0 and {batch - 1}, got {numbers}")
+        there = f"between 0 and {batch - 1}" if batch else "of a row, and this cache has none yet"
+        raise ValueError(f"rows: each {there}, got {numbers}")
     return numbers
 
 

@@ -78,7 +78,7 @@ def masks_over(call: AttentionCall, given: dict[str, Any]) -> tuple:
             raise ValueError(
                 f"key_mask: shape (B, cache.slots(n_new)) = {(call.batch, slots)}, past and new tokens, got {tuple(tensor.shape)}"
             )
-        if name != "key_mask" and tensor.dim() == 4 and width not in (1, slots):
+        if name != "key_mask" and tensor.dim() == 4 and width != 1 and width != slots:
             raise ValueError(f"{name}: last dimension cache.slots(n_new) = {slots}, past and new tokens, or 1; got {width}")
         if slots > size and width == slots:
             tensor = tensor[..., :size]

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from .. import packing
+from .numbers import whole_numbers
 from .tensors import autocast, check_device, check_tensor
 
 if TYPE_CHECKING:
@@ -32,8 +34,9 @@ def take_numbers(call: AttentionCall, window: Any, softcap: Any, scale: Any, dro
                 raise TypeError(f"window: whole numbers or None, got {window!r}")
             if side is not None and side < 0:
                 raise ValueError(f"window: no side below 0, got {window!r}; an unlimited side is None, not -1")
-        # Under causal the right side says nothing more.
-        left, right = window[0], None if call.causal else window[1]
+        # What no size reaches limits nothing, and kernels count in 32 bits. Under causal the right side says nothing more.
+        left, right = (None if side is None or side >= 2**31 - 1 else side for side in window)
+        right = None if call.causal else right
         if left is not None or right is not None:
             call.window = (left, right)
     if softcap is not None:
@@ -51,7 +54,7 @@ def take_masks(call: AttentionCall, query_mask: Any, key_mask: Any, mask: Any, b
         if given is None:
             continue
         if isinstance(given, packing.Padding):
-            setattr(call, f"{side}_padding", given)
+            setattr(call, f"{side}_padding", packing.known(given))
             given = given.mask
         name, size = f"{side}_mask", "Sq" if side == "query" else "Sk"
         _check_bool(name, given)
@@ -80,7 +83,8 @@ def _check_broadcast(call: AttentionCall, name: str, tensor: torch.Tensor) -> No
             f"{name}: 4-D, each dimension that of (B, Hq, Sq, Sk) = {whole} or 1, got shape {tuple(tensor.shape)}; say which dimensions are "
             f"meant with {name}[:, None] or {name}[None, None]; a (B, Sk) padding mask is key_mask="
         )
-    if any(n not in (1, m) for n, m in zip(tensor.shape, whole)):
+    # Not "n not in (1, m)": the compiler takes a number for no member where m is a symbolic size, of whatever value.
+    if any(n != 1 and n != m for n, m in zip(tensor.shape, whole)):
         raise ValueError(f"{name}: each dimension that of (B, Hq, Sq, Sk) = {whole} or 1, got shape {tuple(tensor.shape)}")
     check_device(call, name, tensor)
 
@@ -95,9 +99,10 @@ def take_lengths(call: AttentionCall, key_lengths: Any, query_lengths: Any, key_
         if given is None:
             continue
         if isinstance(given, (list, tuple)):
-            if any(isinstance(n, (bool, float, str)) for n in given):
-                raise TypeError(f"{name}: whole numbers, one a row, got {given!r}")  # torch would cut fractions off
-            given = torch.tensor(given, dtype=torch.int32)
+            numbers = whole_numbers(name, given)
+            given = torch.tensor(numbers, dtype=torch.int32 if all(abs(n) < 2**31 for n in numbers) else torch.int64)
+        elif not isinstance(given, torch.Tensor):
+            raise TypeError(f"{name}: whole numbers, one a row, as a list or a tensor, got {given!r}")
         check_tensor(name, given)
         as_given[name] = given
         if given.dtype not in (torch.int32, torch.int64):
@@ -151,6 +156,6 @@ def _check_bool(name: str, given: Any) -> None:
 def _positive(name: str, given: Any, hint: str) -> float:
     if isinstance(given, torch.Tensor) or isinstance(given, bool) or not isinstance(given, (int, float)):
         raise TypeError(f"{name}: a number, got {type(given).__name__}{hint}")
-    if not (given > 0 and math.isfinite(given)):
+    if not (0 < given <= sys.float_info.max):
         raise ValueError(f"{name}: above 0 and finite, got {given!r}{hint}")
     return float(given)

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from .. import registry
 from ..backend import Backend
+from ..capabilities import dtype_name
 from ..spec import Feature
 from ..version import __version__
 from . import checks, modes
@@ -283,9 +284,9 @@ def run_check(backend: Backend, check: Check, profile: Profile, tally: Tally, *,
                 limits(hypothesis.seed(chosen_seed + number)(hypothesis.given(case=check.cases)(lambda case: one(case))))()
     except modes.Skipped as why:
         return outcome("skipped", str(why))
-    except hypothesis.errors.Flaky:
+    except hypothesis.errors.Flaky as error:
         # It failed once and not again: the backend does not give the same answer every time.
-        return outcome("failed", next(reversed(failures.values())))
+        return outcome("failed", next(reversed(failures.values()), f"{check.name}: {error}"))
     except AssertionError as error:
         return outcome("failed", str(error))
     if check.cases is not None and tally.cases == before:
@@ -324,10 +325,12 @@ def run_checks(
     """Runs every check of a backend and reports.
 
     progress: called after each check with (done, of how many, its outcome). stop: at the first failure.
-    Raises LookupError for an unknown name.
+    Raises LookupError for an unknown name, ValueError for a device that is not here, or one or a dtype that the backend does not claim.
     """
     backend = named(backend)
     amount = PROFILES[profile] if isinstance(profile, str) else profile
+    if not backend.reason_missing:
+        _check_asked(backend, device, dtypes)
     tally = Tally()
     outcomes = []
     if backend.reason_missing:
@@ -353,6 +356,20 @@ def run_checks(
     libraries = _KERNELS if origin == "attnreg" and device == "cuda" else () if origin == "attnreg" else (origin,)
     libraries += getattr(backend.missing, "libraries", ())
     return Report(backend.name, device, _name(amount), tuple(outcomes), tally, claims, libraries)
+
+
+def _check_asked(backend: Backend, device: str, dtypes: Sequence[torch.dtype] | None) -> None:
+    kind = device.partition(":")[0]
+    if kind not in backend.claims.devices:
+        raise ValueError(f"device: among those that {backend.name} claims, {', '.join(sorted(backend.claims.devices))}, got {device!r}")
+    try:
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"device: one that is here, got {device!r}: {error}") from error
+    usual = usual_dtypes(backend, device)
+    if unclaimed := [dtype for dtype in dtypes or () if dtype not in usual]:
+        names = ", ".join(map(dtype_name, usual))
+        raise ValueError(f"dtypes: among those that {backend.name} claims, {names}, got {', '.join(map(dtype_name, unclaimed))}")
 
 
 def _name(profile: Profile) -> str:

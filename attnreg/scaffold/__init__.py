@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import keyword
 import re
 from importlib.resources import files
 from pathlib import Path
+
+from .. import registry
 
 # Where each template goes. NAME is the backend's name, MODULE the import package.
 TEMPLATES = {
@@ -20,10 +23,12 @@ def write_package(name: str, folder: Path) -> list[Path]:
     """Writes `attnreg-NAME` below `folder`; returns the files. Nothing that is there is overwritten.
 
     name: the backend's name, as users will write it in `backend="..."`: lower-case letters, digits and "_".
-    Raises ValueError for another name, FileExistsError when the package's folder is there.
+    Raises ValueError for another name and for one that is taken, FileExistsError when the package's folder is there.
     """
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name):
         raise ValueError(f"name: a lower-case letter, then letters, digits and '_', got {name!r}")
+    if keyword.iskeyword(name) or name in {"auto", *registry.backends(), *(b.family for b in registry.backends().values())}:
+        raise ValueError(f"name: one that is free, but {name!r} is a word of Python, a backend or a family of backends; choose another")
     root = folder / f"attnreg-{name.replace('_', '-')}"
     if root.exists():
         raise FileExistsError(f"{root} is there already; choose another name or folder")
