@@ -162,7 +162,7 @@ def unpack(rows: torch.Tensor, packed: Packed, batch: int, size: int) -> torch.T
 
 
 def fits_packing(real_queries: torch.Tensor, real_keys: torch.Tensor, slots: torch.Tensor, *, holes_matter: bool) -> torch.Tensor:
-    """Whether dropping the padded slots keeps every distance and every diagonal: conditions (b) and (c) of the contract's section 3.
+    """Whether dropping the padded slots keeps every distance and every diagonal: what the contract's "Visibility" asks of it.
 
     real_queries (B, Sq), real_keys (B, Sk) bool; slots (B or 1, Sq) int64, the slot of each query; returns a bool scalar, on the device.
     """

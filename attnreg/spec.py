@@ -103,7 +103,7 @@ class AttentionSpec(NamedTuple):
     page_size: int = 0
     """Slots per page of a paged key cache; 0 when keys are dense."""
     padding_fits_packing: bool = False
-    """Dropping the padded slots is known to give the same answer (contract section 3: a, b and c)."""
+    """Dropping the padded slots is known to give the same answer (contract, "Visibility")."""
     deterministic: bool = False
     compiling: bool = False
     capturing: bool = False

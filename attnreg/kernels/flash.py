@@ -188,7 +188,7 @@ def refuse_second(gradient: torch.Tensor) -> None:
 
 
 def padding_must_fit(kernels: Callable[[], Kernels]) -> Callable[[AttentionSpec], Reason | None]:
-    """A kernel that drops padding is exact only where dropping it moves no query against its keys (contract, section 3)."""
+    """A kernel that drops padding is exact only where dropping it moves no query against its keys (contract, "Visibility")."""
 
     def rule(spec: AttentionSpec) -> Reason | None:
         if way_for(spec, kernels()) not in ("runs", "gathered") or spec.padding_fits_packing:

@@ -14,7 +14,7 @@ NEGATIVE_INFINITY = float("-inf")
 
 
 def run_reference(call: AttentionCall) -> Output:
-    """Section 2 and 3 of the contract. Memory is that of the float64 scores, (B, Hq, Sq, Sk)."""
+    """The contract's "Formula" and "Visibility". Memory is that of the float64 scores, (B, Hq, Sq, Sk)."""
     query, key, value = (t.double() for t in (call.query, call.key, call.value))
     queries, keys = real_queries(call), real_keys(call)
     # Padding may hold NaN, and 0 * NaN is NaN: padded content is replaced, forward and backward.
