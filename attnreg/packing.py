@@ -244,13 +244,6 @@ def cu_seqlens_from_positions(position_ids: torch.Tensor, lengths: Sequence[int]
     return torch.tensor([*starts, total], dtype=torch.int32, device=position_ids.device)
 
 
-def documents_from_cu_seqlens(cu_seqlens: torch.Tensor, size: int) -> torch.Tensor:
-    """Document id of each of `size` packed rows, -1 past the last segment: (size,) int64."""
-    index = torch.arange(size, device=cu_seqlens.device)
-    segment = torch.searchsorted(cu_seqlens.long(), index, right=True) - 1
-    return torch.where(index < cu_seqlens[-1], segment, -1)
-
-
 def known_to_fit(call: AttentionCall) -> bool:
     """Whether dropping the padded slots of this call is known to change nothing, from declared forms alone. No device is read.
 
