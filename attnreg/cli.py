@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import platform
-import sys
 from importlib import metadata
 from pathlib import Path
 from typing import Annotated
@@ -191,7 +190,9 @@ def matrix(
     if markdown:
         print(matrices.markdown(head, rows))
         return
-    table = Table(*head, box=None, pad_edge=False)
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    for number, word in enumerate(head):
+        table.add_column(word, no_wrap=number == 0, overflow="fold")
     for row in rows:
         table.add_row(*row)
     console.print(table)
@@ -213,9 +214,11 @@ def check(
     """The conformance suite on one backend: equal to the reference in all that it claims, refusing all that it does not."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-    from .conformance import PROFILES, run_checks
-    from .conformance.strategies import SIZES
-
+    try:
+        from .conformance import PROFILES, run_checks
+        from .conformance.strategies import SIZES
+    except ModuleNotFoundError as error:
+        raise _lacks(error, "conformance") from error
     if profile not in PROFILES:
         raise typer.BadParameter(f"--profile: {' or '.join(PROFILES)}, got {profile!r}")
     if sizes not in (None, *SIZES):
@@ -284,8 +287,12 @@ def demo() -> None:
     try:
         run(console)
     except ModuleNotFoundError as error:
-        console.print(f"[red]{error.name} is missing[/red]: pip install 'attnreg\\[demo]'")
-        sys.exit(1)
+        raise _lacks(error, "demo") from error
+
+
+def _lacks(error: ModuleNotFoundError, extra: str) -> typer.Exit:
+    console.print(f"[red]{error.name} is missing[/red]: pip install 'attnreg\\[{extra}]'")
+    return typer.Exit(1)
 
 
 def _version(distribution: str) -> str:

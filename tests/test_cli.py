@@ -9,7 +9,7 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
-from attnreg import backends, matrices
+from attnreg import Feature, backends, matrices
 from attnreg.cli import app
 
 SHAPE = ["--query", "2,128,32,64"]
@@ -112,6 +112,17 @@ def test_a_bounded_check_and_its_certificate(tmp_path):
     )
     assert "\n| feature | dtype | of | worst error | allowed |\n" in shown and "\n| causal | float32 | output | " in shown
     assert run(*arguments, "--sizes", "tiny").exit_code == 2
+
+
+def test_a_check_without_hypothesis_says_what_to_install():
+    code = "import sys; sys.modules['hypothesis'] = None; from attnreg.cli import app; app(['check', 'reference'])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 1 and "hypothesis is missing: pip install 'attnreg[conformance]'" in done.stdout, done.stdout + done.stderr
+
+
+def test_a_narrow_terminal_cuts_no_name():
+    said = CliRunner().invoke(app, ["matrix"], env={"COLUMNS": "80", "TERM": "dumb"}).output
+    assert all(f"\n{feature} " in said for feature in Feature) and "\u2026" not in said
 
 
 def test_new_backend(tmp_path):
