@@ -26,12 +26,10 @@ app = typer.Typer(
 console = Console()
 
 _LIBRARIES = ("torch", "flash-attn", "flash-attn-3", "flash-attn-4", "xformers", "mslk", "triton", "transformers", "pluggy", "hypothesis")
-_INSTALL = """[bold]Installing kernel libraries[/bold] (each alone: flash-attn and flash-attn-4 share the package folder flash_attn, so that one
-breaks the other unless 4 is installed last; xformers pins torch)
-  flash2    pip install --no-build-isolation flash-attn
-  flash3    build the hopper/ folder of the flash-attention repository for your torch
-  flash4    pip install --pre 'flash-attn-4\\[cu13]'
-  xformers  pip install --no-deps xformers"""
+_BESIDE = (
+    "Kernel libraries that meet: flash-attn and flash-attn-4 share the package folder flash_attn, so that 4 has to be installed last; "
+    "xformers pins a torch, and leaves yours only with pip install --no-deps xformers."
+)
 
 
 @app.command()
@@ -68,7 +66,7 @@ def doctor() -> None:
     failures = registry.failures()
     for failure in failures:
         console.print(f"[red]broken plugin[/red]  {escape(str(failure))}", soft_wrap=True)
-    console.print("\n" + _INSTALL)
+    console.print("\n" + _BESIDE)
     raise typer.Exit(1 if failures else 0)
 
 
