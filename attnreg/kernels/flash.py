@@ -240,6 +240,9 @@ def notes_for(spec: AttentionSpec, kernels: Kernels) -> Sequence[str]:
     notes = [f"{way} keys" if way == "cached" else way, *head_dim_notes(spec)]
     if way == "runs":
         notes += notes_of_runs(spec)
+    ends_early = spec.key_lengths or spec.key_mask == "right"
+    if way == "cached" and kernels.reads_whole_tiles and ends_early and not spec.page_size and not spec.finite_padding:
+        notes.append("cleans values past the end in a copy; finite_padding=True spares it")
     if way == "gathered":
         known = "known to fit packing" if spec.padding_fits_packing else "without distances"
         notes.append(
