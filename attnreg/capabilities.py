@@ -96,7 +96,7 @@ class Capabilities:
 
     `rules` refuse what single claims can't say, such as two features that exclude each other; each is a pure function of the
     spec that returns a `Reason` or None. `bound` is the error bound of an approximate backend, as a multiple of the measured
-    tolerance (contract section 8); None means exact.
+    tolerance (contract, "Numbers"); None means exact.
     """
 
     features: Mapping[Feature, Claim]

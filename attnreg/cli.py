@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import platform
-import sys
 from importlib import metadata
 from pathlib import Path
 from typing import Annotated
@@ -27,12 +26,10 @@ app = typer.Typer(
 console = Console()
 
 _LIBRARIES = ("torch", "flash-attn", "flash-attn-3", "flash-attn-4", "xformers", "mslk", "triton", "transformers", "pluggy", "hypothesis")
-_INSTALL = """[bold]Installing kernel libraries[/bold] (each alone: flash-attn and flash-attn-4 share the package folder flash_attn, so that one
-breaks the other unless 4 is installed last; xformers pins torch)
-  flash2    pip install --no-build-isolation flash-attn
-  flash3    build the hopper/ folder of the flash-attention repository for your torch
-  flash4    pip install --pre 'flash-attn-4\\[cu13]'
-  xformers  pip install --no-deps xformers"""
+_BESIDE = (
+    "Kernel libraries that meet: flash-attn and flash-attn-4 share the package folder flash_attn, so that 4 has to be installed last; "
+    "xformers pins a torch, and leaves yours only with pip install --no-deps xformers."
+)
 
 
 @app.command()
@@ -69,7 +66,7 @@ def doctor() -> None:
     failures = registry.failures()
     for failure in failures:
         console.print(f"[red]broken plugin[/red]  {escape(str(failure))}", soft_wrap=True)
-    console.print("\n" + _INSTALL)
+    console.print("\n" + _BESIDE)
     raise typer.Exit(1 if failures else 0)
 
 
@@ -194,7 +191,9 @@ def matrix(
     if markdown:
         print(matrices.markdown(head, rows))
         return
-    table = Table(*head, box=None, pad_edge=False)
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    for number, word in enumerate(head):
+        table.add_column(word, no_wrap=number == 0, overflow="fold")
     for row in rows:
         table.add_row(*row)
     console.print(table)
@@ -216,9 +215,11 @@ def check(
     """The conformance suite on one backend: equal to the reference in all that it claims, refusing all that it does not."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-    from .conformance import PROFILES, run_checks
-    from .conformance.strategies import SIZES
-
+    try:
+        from .conformance import PROFILES, run_checks
+        from .conformance.strategies import SIZES
+    except ModuleNotFoundError as error:
+        raise _lacks(error, "conformance") from error
     if profile not in PROFILES:
         raise typer.BadParameter(f"--profile: {' or '.join(PROFILES)}, got {profile!r}")
     if report and not report.absolute().parent.is_dir():
@@ -289,8 +290,12 @@ def demo() -> None:
     try:
         run(console)
     except ModuleNotFoundError as error:
-        console.print(f"[red]{error.name} is missing[/red]: pip install 'attnreg\\[demo]'")
-        sys.exit(1)
+        raise _lacks(error, "demo") from error
+
+
+def _lacks(error: ModuleNotFoundError, extra: str) -> typer.Exit:
+    console.print(f"[red]{error.name} is missing[/red]: pip install 'attnreg\\[{extra}]'")
+    return typer.Exit(1)
 
 
 def _version(distribution: str) -> str:

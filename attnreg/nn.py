@@ -187,7 +187,7 @@ def rotated(tensor: torch.Tensor, turn: tuple[torch.Tensor, torch.Tensor]) -> to
 
 
 def _positions(query: torch.Tensor, key_mask: torch.Tensor | Padding | None, cache: LayerCache | None, cu_seqlens: Any) -> torch.Tensor:
-    """Position ids of the new tokens, (B or 1, S): contract section 5, without a cache as with an empty one."""
+    """Position ids of the new tokens, (B or 1, S): contract, "Caches", without a cache as with an empty one."""
     length = query.shape[-2]
     if cache is not None and cu_seqlens is None:
         from .cache.positions import positions

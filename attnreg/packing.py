@@ -176,7 +176,7 @@ def unpack(rows: torch.Tensor, packed: Packed, batch: int, size: int) -> torch.T
 
 
 def fits_packing(real_queries: torch.Tensor, real_keys: torch.Tensor, slots: torch.Tensor, *, holes_matter: bool) -> torch.Tensor:
-    """Whether dropping the padded slots keeps every distance and every diagonal: conditions (b) and (c) of the contract's section 3.
+    """Whether dropping the padded slots keeps every distance and every diagonal: what the contract's "Visibility" asks of it.
 
     real_queries (B, Sq), real_keys (B, Sk) bool; slots (B or 1, Sq) int64, the slot of each query; returns a bool scalar, on the device.
     """
@@ -256,13 +256,6 @@ def cu_seqlens_from_positions(position_ids: torch.Tensor, lengths: Sequence[int]
                 starts.append(total)
             total += 1
     return torch.tensor([*starts, total], dtype=torch.int32, device=position_ids.device)
-
-
-def documents_from_cu_seqlens(cu_seqlens: torch.Tensor, size: int) -> torch.Tensor:
-    """Document id of each of `size` packed rows, -1 past the last segment: (size,) int64."""
-    index = torch.arange(size, device=cu_seqlens.device)
-    segment = torch.searchsorted(cu_seqlens.long(), index, right=True) - 1
-    return torch.where(index < cu_seqlens[-1], segment, -1)
 
 
 def known_to_fit(call: AttentionCall) -> bool:

@@ -113,7 +113,7 @@ def check_name(name: str, argument: str, *, families: bool = True) -> None:
         return
     near = difflib.get_close_matches(name, known, 1)
     text = f"{argument}: no backend is called {name!r}"
-    text += f"; did you mean {near[0]!r}?" if near else ""
+    text += f"; did you mean {near[0]!r}?" if near else "."
     text += f" Known: {', '.join(sorted(known))}."
     if _registry.failures:
         text += " Plugins that failed to load: " + "; ".join(map(str, _registry.failures))

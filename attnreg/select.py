@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from .backend import Backend, Output
@@ -20,7 +20,7 @@ STRICT = "ATTNREG_STRICT_PLUGINS"
 """Set to 1, a backend that is broken is an error in every call, not a reason against it."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Selection:
     """What was chosen for a spec, and why every other backend was not. Printable, and data."""
 
@@ -39,12 +39,18 @@ class Selection:
     notes: tuple[str, ...] = ()
     failures: tuple[Any, ...] = ()
     """Plugins that failed to load (`registry.PluginFailure`)."""
-    run: Callable[[AttentionCall], Output] | None = field(default=None, repr=False)
+    run: Callable[[AttentionCall], Output] | None = None
     """The function of the chosen backend that runs this spec."""
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
+        return f"<Selection: {self._headline()}>"
+
+    def _headline(self) -> str:
         name = self.chosen.name if self.chosen else "no backend"
-        lines = [f"{name}  (order {', '.join(self.order)}: {self.source})"]
+        return f"{name}  (order {', '.join(self.order)}: {self.source})"
+
+    def __str__(self) -> str:
+        lines = [self._headline()]
         lines += [f"  emulated  {text}" for text in self.emulations]
         lines += [f"  note      {text}" for text in self.notes]
         lines += [f"  able, lower in the order: {other}" for other in self.able]
@@ -120,7 +126,8 @@ def select(spec: AttentionSpec, candidates: Iterable[Backend], policy: Policy, f
     return Selection(
         spec=spec,
         chosen=chosen,
-        rejected={name: tuple(why) for name, why in reasons.items() if why},
+        # Whoever the policy names comes first.
+        rejected={b.name: tuple(reasons[b.name]) for b in sorted(candidates, key=lambda b: b not in ordered) if reasons[b.name]},
         able=tuple(b.name for b in able[1:]),
         source=policy.source,
         order=policy.order,

@@ -70,7 +70,7 @@ class AttentionSpec(NamedTuple):
     window: tuple[bool, bool] | None = None
     """Which of the sides (left, right) is limited; the right one never is under `causal`."""
     query_mask: str | None = None
-    """Declared form of the query padding: "left", "right", "lengths" or "any" (`packing.Padding`); None if there is none."""
+    """Declared form of the query padding: "left", "right" or "any" (`packing.Padding`); None if there is none."""
     key_mask: str | None = None
     """Declared form of the key padding, likewise."""
     key_lengths: bool = False
@@ -103,7 +103,7 @@ class AttentionSpec(NamedTuple):
     page_size: int = 0
     """Slots per page of a paged key cache; 0 when keys are dense."""
     padding_fits_packing: bool = False
-    """Dropping the padded slots is known to give the same answer (contract section 3: a, b and c)."""
+    """Dropping the padded slots is known to give the same answer (contract, "Visibility")."""
     deterministic: bool = False
     compiling: bool = False
     capturing: bool = False

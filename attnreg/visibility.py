@@ -1,4 +1,4 @@
-"""Which slots a query sees, as tensors: section 3 of the contract, once, for every backend that needs it spelled out.
+"""Which slots a query sees, as tensors: the contract's "Visibility", once, for every backend that needs it spelled out.
 
 Shapes are broadcastable: B, Hq, Sq and Sk may be 1 where nothing depends on them. Nothing here reads a tensor's values on the host.
 """

@@ -9,7 +9,7 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
-from attnreg import backends, matrices
+from attnreg import Feature, backends, matrices
 from attnreg.cli import app
 
 SHAPE = ["--query", "2,128,32,64"]
@@ -148,6 +148,17 @@ def test_a_check_that_can_not_be_run_is_said_at_once(options, says):
 def test_a_new_backend_under_a_name_that_is_taken(tmp_path, name):
     done = run("new-backend", name, "--folder", str(tmp_path))
     assert done.exit_code == 2 and "is free" in done.output and not list(tmp_path.iterdir())
+
+
+def test_a_check_without_hypothesis_says_what_to_install():
+    code = "import sys; sys.modules['hypothesis'] = None; from attnreg.cli import app; app(['check', 'reference'])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 1 and "hypothesis is missing: pip install 'attnreg[conformance]'" in done.stdout, done.stdout + done.stderr
+
+
+def test_a_narrow_terminal_cuts_no_name():
+    said = CliRunner().invoke(app, ["matrix"], env={"COLUMNS": "80", "TERM": "dumb"}).output
+    assert all(f"\n{feature} " in said for feature in Feature) and "\u2026" not in said
 
 
 def test_new_backend(tmp_path):

@@ -77,6 +77,25 @@ def test_a_certificate_names_the_versions_of_what_the_backend_needs():
     assert report.profile == "1 calls a check, 1 a feature, small sizes"
 
 
+@pytest.mark.parametrize("lse", [True, False])
+def test_what_run_returns_is_named_where_it_is_not_what_was_asked(lse):
+    """An author's usual slip: the lse claimed and left out, or always returned."""
+    right = attnreg.backends()["sdpa"].run
+    features = {attnreg.Feature.LSE: attnreg.NATIVE} if lse else {}
+
+    def run(call):
+        result = right(call)
+        return result[0] if lse else (result, None)
+
+    backend = attnreg.Backend("slip", run, attnreg.Capabilities(features=features), layout="bhsd")
+    report = run_checks(backend, profile=Profile(3, 2, "eager"), shrink=False)
+    found = [o.text for o in report.outcomes if o.result == "failed"]
+    wanted = (
+        "TypeError: run: (output, lse), a tuple, where call.return_lse, got a Tensor" if lse else "TypeError: run: the output, a tensor"
+    )
+    assert any(wanted in text for text in found), found
+
+
 def test_nothing_run_is_not_passed():
     absent = attnreg.Backend(
         name="absent", run=lambda call: call.query, capabilities=attnreg.Capabilities(features={}),

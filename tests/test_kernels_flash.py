@@ -16,7 +16,7 @@ import attnreg
 from attnreg.call import AttentionCall
 from attnreg.kernels import flash2, flash3, flash4
 from attnreg.packing import Padding
-from attnreg.spec import Feature
+from attnreg.spec import AttentionSpec, Feature
 
 SINCE = {
     "2.1.0": {Feature.UNEQUAL_LENGTHS},
@@ -306,3 +306,14 @@ def test_padding_between_the_keys_and_the_query_keeps_distances_from_fitting():
     right = Padding.from_lengths([3, 8], 8)
     assert spec(1, 8, key_mask=right, causal=True).padding_fits_packing
     assert not spec(1, 8, key_mask=right, causal=True, window=(2, None)).padding_fits_packing
+
+
+@pytest.mark.parametrize("name", ["flash3", "flash4"])
+def test_a_copy_of_the_values_is_named_where_it_is_made(name):
+    """Kernels that read whole tiles get finite values past a row's end; pages are finite as they are."""
+    notes = attnreg.backends()[name].notes
+    spec = AttentionSpec(
+        "cuda", (9, 0), torch.bfloat16, 8, 8, 64, 64, equal_lengths=False, causal=True, key_lengths=True, sizes=(2, 16, 64)
+    )
+    for changes, copies in (({}, True), ({"page_size": 64}, False), ({"finite_padding": True}, False), ({"gradients": ("query",)}, False)):
+        assert any("cleans values" in note for note in notes(spec._replace(**changes))) == copies, changes

@@ -119,6 +119,12 @@ def test_a_selection_is_data_and_words():
     ):
         assert words in text
     assert __import__("json").loads(__import__("json").dumps(data)) == data
+    assert repr(selection) == "<Selection: first  (order auto: automatic)>"
+
+
+def test_who_was_named_comes_first_among_the_refused():
+    selection = select(SPEC, [backend("high", priority=5), backend("named", features=())], Policy(("named",), "a test"))
+    assert selection.chosen is None and list(selection.rejected) == ["named", "high"]
 
 
 @pytest.mark.parametrize("feature", list(Feature))

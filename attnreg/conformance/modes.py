@@ -22,10 +22,6 @@ from .tensors import Result, arrange, canonical, checked, values
 from .trial import Tally, attend, compare, fitted, same_bits
 
 
-class Skipped(Exception):
-    """A check that can't be made here, and why."""
-
-
 def checks_for(backend: Backend, device: str, dtypes, compiler: str) -> list[tuple[str, Callable[[Tally], None]]]:
     """(name, body) of each check that the claims call for."""
     claimed = backend.claims.features

@@ -1,4 +1,4 @@
-"""How far from the truth a backend may be: measured against the plain formula in the same dtype, not chosen (contract section 8).
+"""How far from the truth a backend may be: measured against the plain formula in the same dtype, not chosen (contract, "Numbers").
 
 The truth is the reference on the same numbers in float64. The yardstick is the formula as one would write it in the input dtype:
 scores and weights in that dtype, softmax in float32. With `eps` of the input dtype, the largest allowed error is

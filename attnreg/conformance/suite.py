@@ -262,8 +262,6 @@ def run_check(backend: Backend, check: Check, profile: Profile, tally: Tally, *,
             tally.cases += 1
             try:
                 check.body(tally)
-            except modes.Skipped:
-                raise
             except Exception as error:
                 what = str(error) if isinstance(error, AssertionError) else f"{type(error).__name__}: {error}"
                 raise AssertionError(f"{check.name}: {what}\n{_line(backend, check.name)}") from error
@@ -282,8 +280,6 @@ def run_check(backend: Backend, check: Check, profile: Profile, tally: Tally, *,
                 if len(seen) >= check.examples:
                     break
                 limits(hypothesis.seed(chosen_seed + number)(hypothesis.given(case=check.cases)(lambda case: one(case))))()
-    except modes.Skipped as why:
-        return outcome("skipped", str(why))
     except hypothesis.errors.Flaky as error:
         # It failed once and not again: the backend does not give the same answer every time.
         return outcome("failed", next(reversed(failures.values()), f"{check.name}: {error}"))

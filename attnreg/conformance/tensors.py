@@ -11,8 +11,6 @@ from ..call import AttentionCall
 from ..packing import Padding, cu_seqlens_from_lengths
 from .cases import Case
 
-TENSORS = ("query", "key", "value", "bias", "sinks", "alibi_slopes")
-
 
 class Values(NamedTuple):
     """What a case's seed makes. Query, key, value and `output_gradient` are dense, (B, S, H, D)."""

@@ -1,6 +1,6 @@
 """Block masks for flex_attention: which tiles of 128 x 128 scores hold something to see, found without ever forming the scores' square.
 
-torch's own `create_block_mask` evaluates every (query, key) pair. Here each condition of the contract's section 3 is asked of whole
+torch's own `create_block_mask` evaluates every (query, key) pair. Here each condition of the contract's "Visibility" is asked of whole
 blocks, by the smallest and largest slot, segment and so on in them. That never calls a visible pair hidden; a block is called full only
 if all conditions are met everywhere in it, and the pairs of all other blocks are asked one by one by `visible_pair` in the kernel.
 Nothing reads a device.

@@ -188,7 +188,7 @@ def refuse_second(gradient: torch.Tensor) -> None:
 
 
 def padding_must_fit(kernels: Callable[[], Kernels]) -> Callable[[AttentionSpec], Reason | None]:
-    """A kernel that drops padding is exact only where dropping it moves no query against its keys (contract, section 3)."""
+    """A kernel that drops padding is exact only where dropping it moves no query against its keys (contract, "Visibility")."""
 
     def rule(spec: AttentionSpec) -> Reason | None:
         if way_for(spec, kernels()) not in ("runs", "gathered") or spec.padding_fits_packing:
@@ -240,6 +240,9 @@ def notes_for(spec: AttentionSpec, kernels: Kernels) -> Sequence[str]:
     notes = [f"{way} keys" if way == "cached" else way, *head_dim_notes(spec)]
     if way == "runs":
         notes += notes_of_runs(spec)
+    ends_early = spec.key_lengths or spec.key_mask == "right"
+    if way == "cached" and kernels.reads_whole_tiles and ends_early and not spec.page_size and not spec.finite_padding:
+        notes.append("cleans values past the end in a copy; finite_padding=True spares it")
     if way == "gathered":
         known = "known to fit packing" if spec.padding_fits_packing else "without distances"
         notes.append(

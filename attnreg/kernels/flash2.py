@@ -210,8 +210,9 @@ def claims(version: str) -> Capabilities:
         head_dim=Dims(largest=256),
         value_dim=Dims(largest=256),
         smallest_capability=(8, 0),
-        rules=(rows_fit, 
-            softcap, padding_must_fit(here), padding_needs_the_host(here), pages_rule(256), no_sink_gradients, no_early_window, _backward_memory,
+        rules=(
+            rows_fit, softcap, padding_must_fit(here), padding_needs_the_host(here), pages_rule(256), no_sink_gradients, no_early_window,
+            _backward_memory,
         ),
     )  # fmt: skip
 

@@ -164,8 +164,9 @@ def claims(flags: Mapping[str, bool]) -> Capabilities:
         value_dim=Dims(largest=512),
         smallest_capability=(9, 0),
         largest_capability=(9, 0),
-        rules=(rows_fit, 
-            padding_must_fit(here), padding_needs_the_host(here), pages_rule(1), no_sink_gradients, _deterministic, functools.partial(_dims, flags),
+        rules=(
+            rows_fit, padding_must_fit(here), padding_needs_the_host(here), pages_rule(1), no_sink_gradients, _deterministic,
+            functools.partial(_dims, flags),
         ),
     )  # fmt: skip
 
@@ -198,6 +199,10 @@ def _claims_here() -> Capabilities:
     return claims(_Found.flags or {})
 
 
+def _notes(spec: AttentionSpec) -> Sequence[str]:
+    return notes_for(spec, kernels(tuple(sorted((_Found.flags or {}).items()))))
+
+
 flash3 = Backend(
     name="flash3",
     run=run_flash3,
@@ -205,13 +210,6 @@ flash3 = Backend(
     priority=rank_of("flash3"),
     missing=_missing,
     family="flash",
-    notes=lambda spec: _notes(spec),
+    notes=_notes,
     packs=True,
 )
-
-
-def _notes(spec: AttentionSpec) -> Sequence[str]:
-    notes = list(notes_for(spec, kernels(tuple(sorted((_Found.flags or {}).items())))))
-    if (spec.key_lengths or spec.key_mask == "right") and not spec.gradients and not spec.finite_padding:
-        notes.append("cleans values past the end in a copy; finite_padding=True spares it")
-    return notes

@@ -210,10 +210,7 @@ def _claims_here() -> Capabilities:
 
 
 def _notes(spec: AttentionSpec) -> Sequence[str]:
-    notes = [*notes_for(spec, _KERNELS), "compiles a kernel at the first call of its kind (seconds)"]
-    if (spec.key_lengths or spec.key_mask == "right") and not spec.gradients and not spec.finite_padding:
-        notes.append("cleans values past the end in a copy; finite_padding=True spares it")
-    return notes
+    return [*notes_for(spec, _KERNELS), "compiles a kernel at the first call of its kind (seconds)"]
 
 
 flash4 = Backend(

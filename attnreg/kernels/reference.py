@@ -8,21 +8,16 @@ from ..backend import Backend, Output
 from ..call import AttentionCall
 from ..capabilities import NATIVE, Capabilities
 from ..spec import Feature
-from ..visibility import alibi_bias, cleaned_bias, real_keys, real_queries, visible
+from ..visibility import alibi_bias, cleaned, cleaned_bias, real_keys, real_queries, visible
 
 NEGATIVE_INFINITY = float("-inf")
 
 
 def run_reference(call: AttentionCall) -> Output:
-    """Section 2 and 3 of the contract. Memory is that of the float64 scores, (B, Hq, Sq, Sk)."""
+    """The contract's "Formula" and "Visibility". Memory is that of the float64 scores, (B, Hq, Sq, Sk)."""
     query, key, value = (t.double() for t in (call.query, call.key, call.value))
-    queries, keys = real_queries(call), real_keys(call)
-    # Padding may hold NaN, and 0 * NaN is NaN: padded content is replaced, forward and backward.
-    if queries is not None:
-        query = query.masked_fill(~queries[:, None, :, None], 0.0)
-    if keys is not None:
-        key = key.masked_fill(~keys[:, None, :, None], 0.0)
-        value = value.masked_fill(~keys[:, None, :, None], 0.0)
+    queries = real_queries(call)
+    query, key, value = cleaned(query, key, value, queries, real_keys(call))
     group = call.query_heads // call.key_heads
     key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
 

@@ -113,7 +113,7 @@ def _missing() -> Reason | None:
 
 
 def padding_must_fit(spec: AttentionSpec) -> Reason | None:
-    """A kernel that drops padding is exact only where dropping it moves no query against its keys (contract, section 3)."""
+    """A kernel that drops padding is exact only where dropping it moves no query against its keys (contract, "Visibility")."""
     padding = spec.query_mask or spec.key_mask or spec.key_lengths or spec.query_lengths or spec.key_starts
     if padding and not spec.padding_fits_packing:
         what = Feature.KEY_MASK if spec.key_mask else Feature.QUERY_MASK if spec.query_mask else Feature.KEY_LENGTHS
