@@ -16,6 +16,9 @@ def run(call: AttentionCall, backend: Backend, function: Callable[[AttentionCall
     """Runs a call by a function of the chosen backend and gives the result the caller's shape."""
     if call.pages is not None and Feature.PAGED not in backend.claims.features:
         call.gather_pages()
+    if call.cache is not None and call.pages is None and call.spec.gradients and not {"key", "value"} & set(call.spec.gradients):
+        # The graph keeps what it was given, and the next step writes into the cache's own.
+        call.key, call.value = call.key.clone(), call.value.clone()
     given = call.layout
     if call.spec.zero_size:
         result = _of_nothing(call)

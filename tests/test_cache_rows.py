@@ -568,3 +568,19 @@ def test_rows_and_lengths_are_whole_numbers(kind, rows):
     with pytest.raises(TypeError, match="whole numbers"):
         attention(*tensors(size=1), cache=cache[0], query_lengths=rows)
     assert cache.lengths.tolist() == [4, 4]
+
+
+@ALL
+def test_queries_alone_may_be_trained(kind):
+    """Keys that need no gradient are written in place: the graphs of earlier steps hold copies of them."""
+    query, key, value = tensors(size=6)
+    query.requires_grad_()
+    options = {"window": (7, None)} if kind == "sliding" else {}
+    attention(query, key, value, causal=True, **options).square().sum().backward()
+    expected, query.grad = query.grad, None
+    cache, outputs = caches()[kind], []
+    for i, n in ((0, 2), (2, 1), (3, 3)):
+        part = slice(i, i + n)
+        outputs.append(attention(query[:, part], key[:, part], value[:, part], cache=cache[0], causal=True, **options))
+    torch.cat(outputs, 1).square().sum().backward()
+    torch.testing.assert_close(query.grad, expected, rtol=1e-4, atol=1e-5)

@@ -477,6 +477,24 @@ def test_gradient_checkpointing_repeats_the_call():
     assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
 
 
+def test_a_growing_cache_keeps_the_graphs_of_earlier_steps():
+    """Where queries alone are trained, no key says that there is one."""
+    from transformers import DynamicCache
+
+    found = {}
+    for implementation in ("eager", "attnreg"):
+        model = on(DECODERS["Llama"](), implementation)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("q_proj" in name)
+        past = cache(model) if implementation == "attnreg" else DynamicCache(config=model.config)
+        tokens = torch.arange(3, 13)[None]
+        steps = [model(tokens[:, part], past_key_values=past).logits for part in (slice(0, 4), slice(4, 7), slice(7, 10))]
+        torch.cat(steps, 1).square().sum().backward()
+        found[implementation] = [p.grad for p in model.parameters() if p.grad is not None]
+    for gradient, expected in zip(found["attnreg"], found["eager"], strict=True):
+        assert (gradient - expected).abs().max() <= 2e-4 * max(1.0, expected.abs().max())
+
+
 # ---------------------------------------------------------------------- what arrives as what
 
 

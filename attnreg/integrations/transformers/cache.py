@@ -15,8 +15,8 @@ from transformers.cache_utils import DynamicLayer as TheirLayer
 class GrowingLayer(TheirLayer):
     """Keys and values are views, (B, Hkv, T, D), of room that grows by a quarter, laid out as (B, room, Hkv, D).
 
-    Whatever transformers does to them otherwise (crop, reorder, repeat) makes other tensors, from which the room is begun anew. Keys that need
-    a gradient are appended out of place, as transformers does it, so that earlier steps keep their graphs. The same for all rows, and so
+    Whatever transformers does to them otherwise (crop, reorder, repeat) makes other tensors, from which the room is begun anew. Outside of
+    no_grad and inference_mode it appends out of place, as transformers does it, so that earlier steps keep their graphs. The same for all rows, and so
     less on each step than `attnreg.cache`'s dynamic layers, which know a length for each.
     """
 
@@ -29,7 +29,8 @@ class GrowingLayer(TheirLayer):
         empty = self.keys is None or not self.keys.numel()
         past = 0 if empty else self.keys.shape[2]
         new = key_states.shape[2]
-        if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad or (past and self.keys.requires_grad)):
+        # Whether the graph of an earlier step holds the past, its keys don't say: it does where queries alone are trained.
+        if torch.is_grad_enabled():
             self.keys = torch.cat([self.keys, key_states], 2) if past else key_states
             self.values = torch.cat([self.values, value_states], 2) if past else value_states
             return self.keys, self.values
