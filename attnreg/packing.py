@@ -164,6 +164,17 @@ def known(mask: Any) -> Padding | None:
     return found[2] if found is not None and found[0]() is mask and found[1] == mask._version else None
 
 
+KEPT = 32
+"""Partners of a padding whose answers it keeps: a mask of keys that lives long meets new masks of queries all the time."""
+
+
+def keep(kept: dict, question: tuple, answer: tuple) -> None:
+    """Remembers an answer; all are forgotten first where there are many."""
+    if len(kept) >= KEPT:
+        kept.clear()
+    kept[question] = answer
+
+
 def pack(tensor: torch.Tensor, packed: Packed) -> torch.Tensor:
     """The real tokens of (B, S, ...) as (T, ...)."""
     return tensor.flatten(0, 1).index_select(0, packed.indices)
@@ -297,13 +308,14 @@ def found_to_fit(call: AttentionCall) -> bool:
     lengths = call.key_lengths is not None or call.query_lengths is not None or call.key_starts is not None
     keeper = key or query
     question = (None if query is None else id(query), call.query_length, call.key_length, holes_matter)
-    if not lengths and question in keeper.fits:
-        return keeper.fits[question][0]
+    known_answer = None if lengths else keeper.fits.get(question)
+    if known_answer is not None:
+        return known_answer[0]
     rows = (call.batch, call.query_length)
     queries, keys = visibility.real_queries(call), visibility.real_keys(call)
     queries = queries.expand(rows) if queries is not None else torch.ones(rows, dtype=torch.bool, device=call.device)
     keys = keys if keys is not None else torch.ones((call.batch, call.key_length), dtype=torch.bool, device=call.device)
     answer = bool(fits_packing(queries, keys.expand(call.batch, -1), visibility.slots(call), holes_matter=holes_matter))
     if not lengths:
-        keeper.fits[question] = (answer, query)  # the query's padding is kept, so that its id stays its own
+        keep(keeper.fits, question, (answer, query))  # the query's padding is kept, so that its id stays its own
     return answer

@@ -38,6 +38,9 @@ def test_a_unet_with_text_of_different_lengths_equals_its_own():
     close(mine(sample, 3, text).sample, native(sample, 3, text).sample)
     outputs = [m(sample, 3, text, encoder_attention_mask=text_mask).sample for m in (mine, native)]
     close(*outputs)
+    mine.set_attn_processor(AttnProcessor2_0())  # the way back that `apply` names
+    assert "set_attn_processor(AttnProcessor2_0())" in integration.apply.__doc__
+    assert torch.equal(mine(sample, 3, text).sample, native(sample, 3, text).sample)
     assert (outputs[0] - native(sample, 3, text).sample).abs().max() > 1e-4
     for output in outputs:
         output.square().sum().backward()

@@ -167,6 +167,8 @@ def test_what_can_not_be_honoured_is_an_error():
         attend(*tensors, sliding_window_size=-2)
     with pytest.raises(ValueError, match="attn_bias"):
         attend(*tensors, attn_bias=torch.zeros(5, 5))
+    with pytest.raises(TypeError, match=r"attn_bias: a floating tensor .* got torch.bool"):
+        attend(*tensors, attn_bias=torch.ones(1, 1, 1, 5, dtype=torch.bool))
     with pytest.raises(ValueError, match="bias: each dimension"):
         attend(*tensors, attn_bias=torch.zeros(1, 1, 1, 4))
 

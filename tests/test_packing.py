@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 import attnreg
 from attnreg import packing
+from attnreg.call import AttentionCall
 
 
 def test_segments_from_documents_positions_and_lengths():
@@ -97,3 +98,11 @@ def test_a_padding_whose_mask_was_changed_is_refused():
             attnreg.attention(query, query, query, **{argument: padding})
     attnreg.attention(query, query, query, key_mask=packing.Padding.from_mask(mask))
     attnreg.attention(query, query, query, key_mask=mask)
+
+
+def test_a_mask_that_lives_long_keeps_few_of_those_it_met():
+    keys, call = packing.Padding.from_mask(torch.rand(2, 6) < 0.6), torch.randn(2, 6, 2, 8)
+    for _ in range(200):
+        queries = packing.Padding.from_mask(torch.rand(2, 6) < 0.6)
+        packing.found_to_fit(AttentionCall(call, call, call, causal=True, key_mask=keys, query_mask=queries))
+    assert 0 < len(keys.fits) <= packing.KEPT

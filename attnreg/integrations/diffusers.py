@@ -82,7 +82,7 @@ def apply(model: torch.nn.Module, backend: Names | None = None) -> int:
 
     Arguments that a processor does not know are dropped by diffusers with a warning; from here on they are a `TypeError`.
     Raises TypeError when a module's processor computes more than plain attention, or when the model has no attention that takes a
-    processor; nothing is changed then. To go back: `model.set_default_attn_processor()`.
+    processor; nothing is changed then. To go back: `model.set_attn_processor(AttnProcessor2_0())`, diffusers' own.
     """
     from diffusers.models.attention_processor import Attention
 

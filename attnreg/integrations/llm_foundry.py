@@ -79,6 +79,8 @@ def scaled_multihead_dot_product_attention(
     if attn_bias is not None:
         if attn_bias.dim() != 4:
             raise ValueError(f"attn_bias: 4-D, (B or 1, heads or 1, S or 1, T), got shape {tuple(attn_bias.shape)}")
+        if not attn_bias.dtype.is_floating_point:
+            raise TypeError(f"attn_bias: a floating tensor that is added to the scores, got {attn_bias.dtype}")
         attn_bias = attn_bias[:, :, -queries.shape[2] :, -keys.shape[2] :]
         # Its masks add the smallest number of the dtype, here and there below some alibi.
         attn_bias = attn_bias.masked_fill(attn_bias <= torch.finfo(attn_bias.dtype).min / 2, float("-inf"))

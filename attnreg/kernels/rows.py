@@ -12,7 +12,7 @@ import torch
 from torch.nn.functional import pad
 
 from ..call import AttentionCall
-from ..packing import Padding
+from ..packing import Padding, keep
 from ..spec import AttentionSpec
 from ..visibility import real_keys, real_queries
 
@@ -155,13 +155,14 @@ def runs_of(call: AttentionCall) -> Rows:
     kept = paddings and not (call.key_lengths is not None or call.key_starts is not None or call.query_lengths is not None)
     kept = kept and not (call.spec.compiling or call.spec.capturing)
     question = (None if query is None else id(query), *sizes)
-    if kept and question in paddings[0].runs:
-        marks = paddings[0].runs[question][0]
+    known = paddings[0].runs.get(question) if kept else None
+    if known is not None:
+        marks = known[0]
     else:
         marks = _marks(call)
         if kept:
             # The other padding is kept, so that its id stays its own.
-            paddings[0].runs[question] = (marks, None if query is paddings[0] else query)
+            keep(paddings[0].runs, question, (marks, None if query is paddings[0] else query))
     cu_query, cu_key, longest, each = marks
     tensors = (t.flatten(0, 1) for t in (call.query, call.key, call.value))
     return Rows(*tensors, cu_query, cu_key, longest, (None, None), batch, sizes[0], each=each)
