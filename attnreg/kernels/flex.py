@@ -22,7 +22,7 @@ from ..spec import AttentionSpec, Feature
 from ..visibility import cleaned, real_keys, real_queries
 from .block_masks import SIZE, Pairs, element, number, placed, remembered_block_mask
 from .order import rank_of
-from .sdpa import rows_fit, widened
+from .sdpa import huge_bias_notes, rows_fit, widened
 
 NEGATIVE_INFINITY = float("-inf")
 SMALLEST_ON_CUDA = 16
@@ -51,9 +51,12 @@ def run_flex(call: AttentionCall, attend: Callable | None = None) -> Output:
     needs_lse = call.return_lse or call.sinks is not None
     # The default scale is a constant of the head dim. Any other one is a number that the kernel reads.
     constant = 1.0 if spec.scale else 1.0 / math.sqrt(call.head_dim)
+    # A tile of a float32 bias is 64 KiB: more than one in flight beside the keys' does not fit a card's shared memory.
+    wide = spec.device == "cuda" and spec.bias is not None and ("bias" in spec.gradients or call.bias.dtype.itemsize > 2)
     output, lse = (attend or _attend_for(call))(
-        query, key, value, score_change(call, queries), remembered_block_mask(call), constant, spec.query_heads != spec.key_heads, needs_lse
-    )
+        query, key, value, score_change(call, queries), remembered_block_mask(call), constant, spec.query_heads != spec.key_heads, needs_lse,
+        {"num_stages": 1} if wide else None,
+    )  # fmt: skip
     output = output[..., : call.value_dim]
     if call.sinks is not None:
         # exp(lse) / (exp(lse) + exp(sink)) of each weight is left.
@@ -112,12 +115,14 @@ def _at_least(tensor: torch.Tensor, size: int) -> torch.Tensor:
 # ---------------------------------------------------------------------- the compiled kernels
 
 
-def _attend(query, key, value, score_mod, block_mask, scale, grouped, needs_lse) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _attend(query, key, value, score_mod, block_mask, scale, grouped, needs_lse, tuning) -> tuple[torch.Tensor, torch.Tensor | None]:
     from torch.nn.attention.flex_attention import AuxRequest, flex_attention  # brings the compiler along
 
     if not needs_lse:
-        return flex_attention(query, key, value, score_mod, block_mask, scale, grouped), None
-    output, aux = flex_attention(query, key, value, score_mod, block_mask, scale, grouped, return_aux=AuxRequest(lse=True))
+        return flex_attention(query, key, value, score_mod, block_mask, scale, grouped, kernel_options=tuning), None
+    output, aux = flex_attention(
+        query, key, value, score_mod, block_mask, scale, grouped, kernel_options=tuning, return_aux=AuxRequest(lse=True)
+    )
     return output, aux.lse
 
 
@@ -206,7 +211,7 @@ def _notes(spec: AttentionSpec) -> Sequence[str]:
         notes.append("cleans padding in copies of query, key and value; finite_padding=True spares them")
     if not spec.unit_stride:
         notes.append("copies query, key and value, whose last dimension is not contiguous")
-    return notes
+    return [*notes, *huge_bias_notes(spec)]
 
 
 flex = Backend(

@@ -318,6 +318,14 @@ def _deterministic_backward(spec: AttentionSpec) -> Reason | None:
     return None
 
 
+def huge_bias_notes(spec: AttentionSpec) -> Sequence[str]:
+    """What kernels can't do whose backward takes the weights from the lse: beside such a bias log(n) is wiped out of it. Seen on an H200 with
+    torch's memory-efficient kernel, xformers' CUTLASS one and flex; math is right, but would take every bias's training to O(Sq * Sk) memory."""
+    if spec.device != "cuda" or spec.bias is None or not spec.gradients:
+        return ()
+    return ("gradients are too large for a row whose every visible slot has a finite bias below -1e6: give -inf for what is not seen",)
+
+
 def _notes(spec: AttentionSpec) -> Sequence[str]:
     kernel = kernel_for(spec)
     notes = [f"torch's {kernel} kernel"]
@@ -327,7 +335,7 @@ def _notes(spec: AttentionSpec) -> Sequence[str]:
         notes.append("cleans padding in copies of query, key and value; finite_padding=True spares them")
     if _must_copy(spec, kernel):
         notes.append("copies query, key and value, which the kernel can't read as they lie in memory")
-    return notes
+    return notes if kernel == "math" else [*notes, *huge_bias_notes(spec)]
 
 
 sdpa = Backend(
