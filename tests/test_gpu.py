@@ -406,7 +406,8 @@ def test_masks_made_of_lengths_are_made_anew_after_an_append():
 @pytest.mark.parametrize("fill", [-1e20, "min"])
 @pytest.mark.parametrize("backend", NAMES)
 def test_gradients_of_rows_whose_bias_is_a_huge_number(backend, fill, request):
-    """sdpa, xformers and flex fail, and their explanations say so (`huge_bias_notes`). A backward that takes weights from the lse finds log(n) wiped out of it there: gradients n times too large, as torch's CPU kernel has."""
+    """A backward that takes weights from the lse finds log(n) wiped out of it there: gradients n times too large, as torch's CPU kernel has.
+    sdpa, xformers and flex fail, and their explanations say so (`huge_bias_notes`)."""
     if backend in ("sdpa", "xformers", "flex"):
         request.applymarker(pytest.mark.xfail(strict=True, reason="as their notes say"))
     call = make(queries=32, keys=32, heads=4, key_heads=4)
