@@ -275,6 +275,7 @@ STRUCTURES = {
             "bias": torch.randn(1, 4, 1, 50, generator=torch.Generator().manual_seed(2)).masked_fill(torch.arange(50) == 7, float("-inf")),
         },
     ),
+    "one row": (make(1, 30, 140), {"causal": True, "key_lengths": [90], "query_lengths": [20], "softcap": 3.0}),
     "one query, half precision": (make(3, 1, 140, dtype=torch.bfloat16), {"causal": True, "key_lengths": [140, 1, 0]}),
     "nothing": (make(1, 20, 20, heads=2), {}),
 }

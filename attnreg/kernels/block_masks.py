@@ -75,7 +75,9 @@ def placed(call: AttentionCall) -> dict[str, torch.Tensor]:
         return {"places": slots(call)[0].int()}
     if call.key_lengths is None and call.query_lengths is None:
         return {"shift": number(call.key_length - call.query_length, torch.int32, call.device)}
-    return {"shift": slots(call)[:, 0].int()}
+    shift = slots(call)[:, 0].int()
+    # The shift of a lone row is one number, since torch's compiler can't write the CPU kernel that reads it by its row.
+    return {"shift": shift[0] if shift.shape[0] == 1 else shift}
 
 
 def pairs(call: AttentionCall) -> Pairs:
