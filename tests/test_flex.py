@@ -280,7 +280,7 @@ STRUCTURES = {
     "nothing": (make(1, 20, 20, heads=2), {}),
 }
 
-QUICK = ("window, softcap, scale", "padding on both sides", "packed, alibi", "one query, half precision")
+QUICK = ("window, softcap, scale", "padding on both sides", "packed, alibi", "one row", "one query, half precision")
 
 needs_a_compiler = pytest.mark.skipif(
     any(reason.what == "missing" for reason in flex.reasons_against(AttentionCall(*make(1, 2, 2)).spec)), reason="no C++ compiler"
