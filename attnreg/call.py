@@ -16,7 +16,14 @@ from .cache.steps import check_cache, clean_queries, masks_over, take_step
 from .checks.options import take_head_terms, take_lengths, take_masks, take_numbers
 from .checks.segments import take_segments
 from .checks.tensors import take_tensors
+from .looked import Looked
 from .spec import AttentionSpec, spec_from
+
+HUGE = 1e5
+"""From this size on a bias wipes digits out of a row's lse that gradients need, where a kernel takes the weights from it."""
+_huge: Looked[bool] = Looked()
+known_to_be_huge = _huge.get
+"""Whether a bias holds finite numbers beyond `HUGE`, as far as somebody has looked; None if not."""
 
 
 class AttentionCall:
@@ -38,6 +45,8 @@ class AttentionCall:
     key_padding: packing.Padding | None = None
     mask: torch.Tensor | None = None
     bias: torch.Tensor | None = None
+    huge_bias: bool | None = None
+    """`known_to_be_huge` of the bias."""
     key_lengths: torch.Tensor | None = None
     query_lengths: torch.Tensor | None = None
     key_starts: torch.Tensor | None = None
@@ -231,6 +240,15 @@ class AttentionCall:
         self.repeatable = self.repeatable and not any(mask.is_inference() for mask in masks)
         self._spec = None
 
+    def examine_bias(self) -> None:
+        """Looks whether the bias holds huge finite numbers: one copy to the host for each new tensor."""
+        self.huge_bias = known_to_be_huge(self.bias)
+        if self.huge_bias is None:
+            bias = self.bias.detach()
+            self.huge_bias = torch.finfo(bias.dtype).max > HUGE and bool(((bias.abs() > HUGE) & bias.isfinite()).any())
+            _huge.keep(self.bias, self.huge_bias)
+        self._spec = None
+
     def facts(self) -> tuple:
         """The spec's fields as constants, in order, with the device in place of its capability. Traceable by the compiler."""
         compiling = torch.compiler.is_compiling()
@@ -280,6 +298,7 @@ class AttentionCall:
             full["mask"],
             full["bias"],
             None if self.bias is None else self.bias.dtype,
+            self._bias_may_be_huge(),
             None if self.alibi_slopes is None else "heads" if self.alibi_slopes.dim() == 1 else "rows",
             self.softcap is not None,
             self.sinks is not None,
@@ -298,6 +317,12 @@ class AttentionCall:
             compiling,
             cuda and not compiling and torch.cuda.is_current_stream_capturing(),
         )
+
+    def _bias_may_be_huge(self) -> bool:
+        """Matters beside gradients only. What nobody has looked at may be; what has no values is taken for an ordinary one."""
+        if self.bias is None or self.huge_bias is False or self.device.type == "meta":
+            return False
+        return len(self._gradients()) > 0
 
     def _gradients(self) -> tuple[str, ...]:
         if not torch.is_grad_enabled():

@@ -6,7 +6,6 @@ the host; `Padding` carries it from the place where it is known, the tokenizer's
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -14,6 +13,7 @@ import torch
 
 from . import visibility
 from .checks.numbers import whole_numbers
+from .looked import Looked
 
 if TYPE_CHECKING:
     from .call import AttentionCall
@@ -101,9 +101,7 @@ class Padding:
         form = "right" if not begins else "left" if not ends else "any"
         # The padding holds an alias of the mask, so that what is remembered does not keep the tensor alive.
         padding = cls(mask.detach(), form, lengths, tuple(host))
-        if not mask.is_inference():  # such tensors count no versions, so a change in place could not be seen: looked at every time
-            number = id(mask)
-            _examined[number] = (weakref.ref(mask, lambda _: _examined.pop(number, None)), mask._version, padding)
+        _examined.keep(mask, padding)
         return padding
 
     @property
@@ -147,9 +145,7 @@ def _check_mask(mask: Any) -> None:
         raise TypeError(f"mask: a (B, S) bool tensor, True = a real token, got {mask.dtype} of shape {tuple(mask.shape)}; use mask.bool()")
 
 
-_examined: dict[int, tuple[weakref.ref[torch.Tensor], int, Padding]] = {}
-"""What was found in mask tensors, by their ids. A reference tells the tensor from a later one of the same id; torch's own dictionary with
-weak keys takes five times as long, once a layer."""
+_examined: Looked[Padding] = Looked()
 
 
 def known(mask: Any) -> Padding | None:
@@ -160,8 +156,7 @@ def known(mask: Any) -> Padding | None:
                 f"query_mask, key_mask: a Padding whose mask is as it was made, got {mask!r}, whose mask was changed in place; make a new one"
             )
         return mask
-    found = _examined.get(id(mask))
-    return found[2] if found is not None and found[0]() is mask and found[1] == mask._version else None
+    return _examined.get(mask)
 
 
 KEPT = 32

@@ -12,7 +12,7 @@ import torch
 from . import packing, policy
 from .backend import Output
 from .cache.protocol import Step
-from .call import AttentionCall
+from .call import AttentionCall, known_to_be_huge
 from .checks.tensors import wrapped
 from .select import Selection
 from .spec import AttentionSpec
@@ -69,6 +69,7 @@ def optional(
         "key_mask": key_mask if key_padding is None else key_padding.mask,
         "mask": mask,
         "bias": bias,
+        "huge_bias": None if bias is None else known_to_be_huge(bias),
         "alibi_slopes": alibi_slopes,
         "sinks": sinks,
         "query_padding": query_padding,
@@ -78,8 +79,8 @@ def optional(
 
 def signature_of(given: torch.Tensor | packing.Padding | None) -> Any:
     """What a plan depends on: of a tensor its facts; of a padding which one it is, for its form and whether it may be dropped stay."""
-    if given is None:
-        return None
+    if given is None or given is True or given is False:
+        return given
     if isinstance(given, packing.Padding):
         return weakref.ref(given)  # equal while the padding lives, and to nothing afterwards
     return given.shape, given.dtype, given.device, given.requires_grad, wrapped(given)

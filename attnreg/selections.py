@@ -28,6 +28,8 @@ def choose(
     named = tuple(backend) if isinstance(backend, list) else backend
     if _wants_forms(call) and _somebody_packs(call, policy.in_force(named, layer, scope)):
         call.examine_padding()
+    if call.spec.huge_bias and call.huge_bias is None and not call.spec.capturing:
+        call.examine_bias()
     question = (call.spec, named, layer, scope)
     selections = _selections
     selection = selections.get(question)

@@ -81,6 +81,8 @@ class AttentionSpec(NamedTuple):
     """Which dimensions of `mask` are full (not broadcast from 1)."""
     bias: tuple[bool, bool, bool, bool] | None = None
     bias_dtype: torch.dtype | None = None
+    huge_bias: bool = False
+    """Beside gradients: the bias holds finite numbers beyond `call.HUGE`, or nobody could look."""
     alibi: str | None = None
     """ "heads" for slopes (Hq,), "rows" for (B, Hq)."""
     softcap: bool = False

@@ -15,6 +15,7 @@ import attnreg
 from attnreg.kernels import cudnn as cudnn_module
 from attnreg.kernels import sdpa as sdpa_module
 from attnreg.kernels.sdpa import kernel_for, roomy
+from attnreg.spec import AttentionSpec
 
 STEP = 4  # elements in 16 bytes of float32
 
@@ -229,3 +230,16 @@ def test_cudnn_comes_first_where_it_is_fastest():
 )
 def test_which_kernel_sdpa_takes(changes, name):
     assert kernel_for(spec(**changes)) == name
+
+
+def test_gradients_beside_a_huge_bias_go_to_math_alone():
+    spec = AttentionSpec(
+        "cuda", (9, 0), torch.bfloat16, 4, 4, 64, 64, bias=(True, True, True, True), bias_dtype=torch.bfloat16, gradients=("query",)
+    )
+    assert kernel_for(spec) == "efficient"
+    assert kernel_for(spec._replace(huge_bias=True)) == "math"
+    for name in ("xformers", "flex"):
+        claims = attnreg.backends()[name].claims
+        assert not claims.reasons_against(spec)
+        (reason,) = claims.reasons_against(spec._replace(huge_bias=True))
+        assert "finite numbers beyond 1e5" in str(reason)

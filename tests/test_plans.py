@@ -168,3 +168,28 @@ def test_whole_numbers_are_numbers_too(same, checked):
     for given in (float(same[name]), same[name]):
         attnreg.attention(*call, **{name: given})
     assert len(checked) == 1
+
+
+def test_a_bias_beside_gradients_is_looked_at_once_and_again_when_it_changes(checked):
+    """Which kernel gives right gradients depends on its values: huge finite ones leave only math (sdpa)."""
+    query, key, value = (t.requires_grad_() for t in tensors())
+    bias, huge = torch.randn(1, 1, 4, 4), torch.full((1, 1, 4, 4), torch.finfo(torch.float32).min)
+
+    def kernel(given):
+        output = attnreg.attention(query, key, value, bias=given, backend="sdpa")
+        wanted = attnreg.attention(query, key, value, bias=given, backend="reference")
+        for got, right in zip(*(torch.autograd.grad(o.square().sum(), (query, key, value)) for o in (output, wanted))):
+            torch.testing.assert_close(got, right, atol=1e-4, rtol=1e-4)
+        return attnreg.explain(query, key, value, bias=given, backend="sdpa").notes[0]
+
+    assert [kernel(given) for given in (bias, bias, huge, bias)] == ["torch's cpu flash kernel"] * 2 + [
+        "torch's math kernel",
+        "torch's cpu flash kernel",
+    ]
+    checked.clear()
+    attnreg.attention(query, key, value, bias=bias, backend="sdpa")
+    assert not checked, "known, and so remembered"
+    bias.copy_(huge)
+    assert kernel(bias) == "torch's math kernel"
+    with torch.no_grad():
+        assert attnreg.explain(query, key, value, bias=huge, backend="sdpa").notes[0] == "torch's cpu flash kernel"

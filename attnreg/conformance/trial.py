@@ -50,6 +50,8 @@ def choose(backend: Backend, call: AttentionCall) -> Selection:
     bare = (call.query_mask is not None and call.query_padding is None) or (call.key_mask is not None and call.key_padding is None)
     if backend.packs and bare:
         call.examine_padding()
+    if call.spec.huge_bias and call.huge_bias is None and not call.spec.capturing:
+        call.examine_bias()
     return select(call.spec, [backend], Policy((backend.name,), "conformance"))
 
 

@@ -22,7 +22,7 @@ from ..spec import AttentionSpec, Feature
 from ..visibility import cleaned, real_keys, real_queries
 from .block_masks import SIZE, Pairs, element, number, placed, remembered_block_mask
 from .order import rank_of
-from .sdpa import huge_bias_notes, rows_fit, widened
+from .sdpa import no_huge_bias, rows_fit, widened
 
 NEGATIVE_INFINITY = float("-inf")
 SMALLEST_ON_CUDA = 16
@@ -211,7 +211,7 @@ def _notes(spec: AttentionSpec) -> Sequence[str]:
         notes.append("cleans padding in copies of query, key and value; finite_padding=True spares them")
     if not spec.unit_stride:
         notes.append("copies query, key and value, whose last dimension is not contiguous")
-    return [*notes, *huge_bias_notes(spec)]
+    return notes
 
 
 flex = Backend(
@@ -251,6 +251,7 @@ flex = Backend(
         smallest_capability=(8, 0),
         rules=(
             rows_fit,
+            no_huge_bias,
             _forward_only_on_a_cpu,
             _no_lse_on_a_cpu,
             _not_inside_a_compiled_cpu_region,

@@ -26,14 +26,15 @@ _MOST_ROWS = 65535
 
 
 def kernel_for(spec: AttentionSpec) -> str:
-    """Which of torch's kernels runs a spec: "cpu flash", "flash", "efficient" or "math"."""
+    """Which of torch's kernels runs a spec: "cpu flash", "flash", "efficient" or "math".
+
+    All but math have a backward that takes the weights from the lse. Rounding wipes log(n) out of that beside a huge bias, and rows whose n
+    visible slots all have one get gradients n times too large: seen on CPUs and on an H200. Forward they are right.
+    """
     learned_bias = any(name in spec.gradients for name in ("bias", "sinks", "alibi_slopes"))
     if spec.device == "cpu":
-        # The fused kernel's backward takes weights from the lse. Rounding wipes log(n) out of that beside a huge bias, whose rows then get
-        # gradients n times too large: seen with torch 2.13 from 1e4 on at float32, slightly, and from 1e7 on grossly. Forward it is right.
-        biased = spec.bias is not None and bool(spec.gradients)
-        return "math" if spec.dropout or learned_bias or biased else "cpu flash"
-    if spec.device != "cuda" or spec.dtype == torch.float64:
+        return "math" if spec.dropout or learned_bias or spec.huge_bias else "cpu flash"
+    if spec.device != "cuda" or spec.dtype == torch.float64 or spec.huge_bias:
         return "math"
     largest = max(spec.head_dim, spec.value_dim)
     unmasked = not (spec.key_mask or spec.key_lengths or spec.key_starts or spec.packed or spec.query_lengths)
@@ -318,12 +319,16 @@ def _deterministic_backward(spec: AttentionSpec) -> Reason | None:
     return None
 
 
-def huge_bias_notes(spec: AttentionSpec) -> Sequence[str]:
-    """What kernels can't do whose backward takes the weights from the lse: beside such a bias log(n) is wiped out of it. Seen on an H200 with
-    torch's memory-efficient kernel, xformers' CUTLASS one and flex; math is right, but would take every bias's training to O(Sq * Sk) memory."""
-    if spec.device != "cuda" or spec.bias is None or not spec.gradients:
-        return ()
-    return ("gradients are too large for a row whose every visible slot has a finite bias below -1e6: give -inf for what is not seen",)
+def no_huge_bias(spec: AttentionSpec) -> Reason | None:
+    """The rule of backends without a kernel like math (`kernel_for`)."""
+    if spec.device != "cuda" or not spec.huge_bias:
+        return None
+    asked = (
+        "with gradients and finite numbers beyond 1e5" if not (spec.compiling or spec.capturing) else "with gradients, of unknown values"
+    )
+    return Reason(
+        Feature.BIAS.value, asked, "smaller ones: the weights are taken from the lse", "give -inf for what is not seen; sdpa takes all"
+    )
 
 
 def _notes(spec: AttentionSpec) -> Sequence[str]:
@@ -335,7 +340,11 @@ def _notes(spec: AttentionSpec) -> Sequence[str]:
         notes.append("cleans padding in copies of query, key and value; finite_padding=True spares them")
     if _must_copy(spec, kernel):
         notes.append("copies query, key and value, which the kernel can't read as they lie in memory")
-    return notes if kernel == "math" else [*notes, *huge_bias_notes(spec)]
+    if spec.huge_bias:
+        notes.append(
+            "takes math for gradients beside a bias with huge finite numbers, or of unknown values; -inf says that a slot is not seen"
+        )
+    return notes
 
 
 sdpa = Backend(

@@ -25,7 +25,7 @@ from ..spec import AttentionSpec, Feature
 from .flash import refuse_second
 from .order import rank_of
 from .rows import Rows, rows_of
-from .sdpa import flash_lacks_memory, huge_bias_notes, no_early_window, repeated_and_padded, roomy, rows_fit, run_around, widened
+from .sdpa import flash_lacks_memory, no_early_window, no_huge_bias, repeated_and_padded, roomy, rows_fit, run_around, widened
 from .varlen import padding_must_fit, padding_needs_the_host
 
 NEGATIVE_INFINITY = float("-inf")
@@ -337,7 +337,7 @@ def _notes(spec: AttentionSpec) -> Sequence[str]:
         notes.append("cleans padding in copies of query, key and value; finite_padding=True spares them")
     if spec.head_dim % 8:
         notes.append("pads head dims, in copies")
-    return [*notes, *huge_bias_notes(spec)]
+    return notes
 
 
 _PACKS = _if_cutlass("an additive mask for the padding", EMULATED("gathers the real tokens, and scatters the result"))
@@ -369,7 +369,7 @@ xformers = Backend(
         },
         devices=("cuda",),
         dtypes=(torch.float16, torch.bfloat16, torch.float32),
-        rules=(rows_fit, no_early_window, _two_sided_rows, _lse_with_gradients, _cutlass_card, _old_card, _host_lengths),
+        rules=(rows_fit, no_huge_bias, no_early_window, _two_sided_rows, _lse_with_gradients, _cutlass_card, _old_card, _host_lengths),
     ),
     priority=rank_of("xformers"),
     missing=find,

@@ -1,0 +1,28 @@
+"""What was found by looking at a tensor's values, which costs a copy to the host: kept while the tensor lives and is not changed."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, Generic, TypeVar
+
+import torch
+
+Answer = TypeVar("Answer")
+
+
+class Looked(Generic[Answer]):
+    """Answers by tensor. A reference tells a tensor from a later one of the same id; torch's own dictionary with weak keys takes five times
+    as long, once a layer. An answer must not keep its tensor alive."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, tuple[weakref.ref[torch.Tensor], int, Answer]] = {}
+
+    def get(self, tensor: Any) -> Answer | None:
+        found = self._found.get(id(tensor))
+        return found[2] if found is not None and found[0]() is tensor and found[1] == tensor._version else None
+
+    def keep(self, tensor: torch.Tensor, answer: Answer) -> None:
+        """Not for tensors made under inference_mode: those count no versions, so a change in place could not be seen."""
+        if not tensor.is_inference():
+            number = id(tensor)
+            self._found[number] = (weakref.ref(tensor, lambda _: self._found.pop(number, None)), tensor._version, answer)
