@@ -23,10 +23,10 @@ def run(call: AttentionCall, backend: Backend, function: Callable[[AttentionCall
     if call.spec.zero_size:
         result = _of_nothing(call)
     elif backend.layout == given:
-        result = function(call)
+        result = _as_promised(function(call), call, backend)
     else:
         call.to_layout(backend.layout)
-        result = function(call)
+        result = _as_promised(function(call), call, backend)
         result = (result[0].transpose(1, 2), result[1]) if call.return_lse else result.transpose(1, 2)
     if call.return_lse and Feature.LSE_GRADIENT not in backend.claims.features:
         result = (result[0], result[1].detach())
@@ -35,6 +35,21 @@ def run(call: AttentionCall, backend: Backend, function: Callable[[AttentionCall
     output = result[0] if call.return_lse else result
     output = output.flatten(2) if call.shape_given == "flat" else output.squeeze(0)
     return (output, result[1]) if call.return_lse else output
+
+
+def _as_promised(result: Output, call: AttentionCall, backend: Backend) -> Output:
+    """What a backend returned, if it is of the kind that every backend returns. Values are the conformance suite's matter."""
+    if call.return_lse and not (isinstance(result, tuple) and len(result) == 2):
+        raise TypeError(f"backend {backend.name!r}: run returned a {type(result).__name__}, where call.return_lse asks for (output, lse)")
+    output = result[0] if call.return_lse else result
+    if not isinstance(output, torch.Tensor):
+        raise TypeError(f"backend {backend.name!r}: run returned a {type(output).__name__}, where the output tensor was asked for")
+    if not call.spec.compiling and (output.shape != (*call.query.shape[:3], call.value_dim) or output.dtype != call.query.dtype):
+        raise ValueError(
+            f"backend {backend.name!r}: run returned {tuple(output.shape)} of {output.dtype}, where the output is "
+            f"{(*call.query.shape[:3], call.value_dim)} of {call.query.dtype}; `attnreg check {backend.name}` tries what it claims"
+        )
+    return result
 
 
 def run_appending(call: AttentionCall, backend: Backend, function: Callable[[AttentionCall], Output]) -> Output:

@@ -324,3 +324,24 @@ def test_a_window_beyond_every_size_limits_nothing(side):
     torch.testing.assert_close(attnreg.attention(query, key, value, window=(1, side)), expected)
     expected = attnreg.attention(query, key, value)
     torch.testing.assert_close(attnreg.attention(query, key, value, window=(side, side)), expected)
+
+
+@pytest.mark.parametrize(
+    ("returned", "says"),
+    [
+        (lambda call: None, "a NoneType"),
+        (lambda call: (call.query, None), "a tuple"),
+        (lambda call: call.query[:, :, :1], r"\(1, 3, 1, 8\) of torch.float32"),
+        (lambda call: call.query.double(), r"\(1, 3, 2, 8\) of torch.float64"),
+    ],
+)
+def test_a_backend_that_returns_something_else_is_named(returned, says):
+    attnreg.register(Backend("odd", returned, attnreg.backends()["reference"].claims))
+    try:
+        query = torch.randn(1, 3, 2, 8)
+        for layout in ("bshd", "bshd", "bhsd"):  # twice: nothing of it is remembered
+            given = query if layout == "bshd" else query.transpose(1, 2)
+            with pytest.raises((TypeError, ValueError), match=f"'odd': run returned {says}"):
+                attention(given, given, given, backend="odd", layout=layout)
+    finally:
+        attnreg.unregister("odd")

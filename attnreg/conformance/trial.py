@@ -62,15 +62,7 @@ def attend(backend: Backend, arguments: dict[str, Any]) -> Any:
     if selection.chosen is None:
         raise NoBackendError(selection)
 
-    def function(call: AttentionCall) -> Any:
-        result = selection.run(call)
-        if call.return_lse and not (isinstance(result, tuple) and len(result) == 2):
-            raise TypeError(f"run: (output, lse), a tuple, where call.return_lse, got a {type(result).__name__}")
-        if not call.return_lse and not isinstance(result, torch.Tensor):
-            raise TypeError(f"run: the output, a tensor, where not call.return_lse, got a {type(result).__name__}")
-        return result
-
-    return run(call, selection.chosen, function)
+    return run(call, selection.chosen, selection.run)
 
 
 def attempt(backend: Backend, case: Case, given: Values, dtype: torch.dtype | None = None) -> Result:
