@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from . import visibility
+from .capabilities import Reason
 from .checks.numbers import whole_numbers
 from .looked import Looked
+from .spec import AttentionSpec, Feature
 
 if TYPE_CHECKING:
     from .call import AttentionCall
@@ -290,6 +292,24 @@ def known_to_fit(call: AttentionCall) -> bool:
     # The one query stands at the end of the row, not of its keys: how far away they are would change.
     far = call.window is not None or call.alibi_slopes is not None
     return key_form == "right" and query_form == "none" and call.query_length == 1 and not far
+
+
+def padding_must_fit(spec: AttentionSpec) -> Reason | None:
+    """The rule of a backend that drops padding: exact only where that moves no query against its keys (contract, "Visibility")."""
+    if not (spec.query_mask or spec.key_mask or spec.key_lengths or spec.query_lengths or spec.key_starts) or spec.padding_fits_packing:
+        return None
+    forms = f"keys {spec.key_mask or 'unmasked'}, queries {spec.query_mask or 'unmasked'}"
+    if spec.key_lengths or spec.key_starts or spec.query_lengths:
+        asked = f"causal, window or alibi with lengths or starts beside masks ({forms})"
+        remedy = "say the padding in one way: lengths and starts alone, or Padding alone"
+    elif "any" in (spec.key_mask, spec.query_mask):
+        asked = f"causal, window or alibi with padding ({forms}) that was not found to keep every distance when it is dropped"
+        remedy = "declare it: attnreg.packing.Padding.from_lengths(..., side=...) for keys and queries, or pad on the left"
+    else:
+        asked = f"causal, window or alibi with padding ({forms}) that moves queries against keys when it is dropped"
+        remedy = "give the same attnreg.packing.Padding as key_mask and query_mask, or key_lengths and query_lengths"
+    what = Feature.KEY_MASK if spec.key_mask else Feature.QUERY_MASK if spec.query_mask else Feature.KEY_LENGTHS
+    return Reason(what.value, asked, "padding whose tokens can be packed without moving", remedy)
 
 
 def found_to_fit(call: AttentionCall) -> bool:

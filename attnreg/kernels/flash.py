@@ -15,6 +15,7 @@ import torch
 from ..backend import Output
 from ..call import AttentionCall
 from ..capabilities import Reason
+from ..packing import padding_must_fit
 from ..spec import AttentionSpec, Feature
 from ..visibility import real_queries
 from .rows import lies_in_runs, notes_of_runs, rows_of, runs_of
@@ -187,26 +188,8 @@ def refuse_second(gradient: torch.Tensor) -> None:
 # ---------------------------------------------------------------------- rules and claims that all three share
 
 
-def padding_must_fit(kernels: Callable[[], Kernels]) -> Callable[[AttentionSpec], Reason | None]:
-    """A kernel that drops padding is exact only where dropping it moves no query against its keys (contract, "Visibility")."""
-
-    def rule(spec: AttentionSpec) -> Reason | None:
-        if way_for(spec, kernels()) not in ("runs", "gathered") or spec.padding_fits_packing:
-            return None
-        forms = f"keys {spec.key_mask or 'unmasked'}, queries {spec.query_mask or 'unmasked'}"
-        if spec.key_lengths or spec.key_starts or spec.query_lengths:
-            asked = f"causal, window or alibi with lengths or starts beside masks ({forms})"
-            remedy = "say the padding in one way: lengths and starts alone, or Padding alone"
-        elif "any" in (spec.key_mask, spec.query_mask):
-            asked = f"causal, window or alibi with padding ({forms}) that was not found to keep every distance when it is dropped"
-            remedy = "declare it: attnreg.packing.Padding.from_lengths(..., side=...) for keys and queries, or pad on the left"
-        else:
-            asked = f"causal, window or alibi with padding ({forms}) that moves queries against keys when it is dropped"
-            remedy = "give the same attnreg.packing.Padding as key_mask and query_mask, or key_lengths and query_lengths"
-        what = Feature.KEY_MASK if spec.key_mask else Feature.QUERY_MASK if spec.query_mask else Feature.KEY_LENGTHS
-        return Reason(what.value, asked, "padding whose tokens can be packed without moving", remedy)
-
-    return rule
+def dropped_padding_must_fit(kernels: Callable[[], Kernels]) -> Callable[[AttentionSpec], Reason | None]:
+    return lambda spec: padding_must_fit(spec) if way_for(spec, kernels()) in ("runs", "gathered") else None
 
 
 def padding_needs_the_host(kernels: Callable[[], Kernels]) -> Callable[[AttentionSpec], Reason | None]:

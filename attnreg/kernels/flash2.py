@@ -19,9 +19,9 @@ from ..spec import AttentionSpec, Feature
 from .flash import (
     Kernels,
     Result,
+    dropped_padding_must_fit,
     no_sink_gradients,
     notes_for,
-    padding_must_fit,
     padding_needs_the_host,
     pages_rule,
     run_flash,
@@ -211,7 +211,7 @@ def claims(version: str) -> Capabilities:
         value_dim=Dims(largest=256),
         smallest_capability=(8, 0),
         rules=(
-            rows_fit, softcap, padding_must_fit(here), padding_needs_the_host(here), pages_rule(256), no_sink_gradients, no_early_window,
+            rows_fit, softcap, dropped_padding_must_fit(here), padding_needs_the_host(here), pages_rule(256), no_sink_gradients, no_early_window,
             _backward_memory,
         ),
     )  # fmt: skip

@@ -18,9 +18,9 @@ from ..spec import AttentionSpec, Feature
 from .flash import (
     Kernels,
     Result,
+    dropped_padding_must_fit,
     no_sink_gradients,
     notes_for,
-    padding_must_fit,
     padding_needs_the_host,
     pages_rule,
     run_flash,
@@ -165,7 +165,7 @@ def claims(flags: Mapping[str, bool]) -> Capabilities:
         smallest_capability=(9, 0),
         largest_capability=(9, 0),
         rules=(
-            rows_fit, padding_must_fit(here), padding_needs_the_host(here), pages_rule(1), no_sink_gradients, _deterministic,
+            rows_fit, dropped_padding_must_fit(here), padding_needs_the_host(here), pages_rule(1), no_sink_gradients, _deterministic,
             functools.partial(_dims, flags),
         ),
     )  # fmt: skip

@@ -18,9 +18,9 @@ from ..spec import AttentionSpec, Feature
 from .flash import (
     Kernels,
     Result,
+    dropped_padding_must_fit,
     no_sink_gradients,
     notes_for,
-    padding_must_fit,
     padding_needs_the_host,
     pages_rule,
     run_flash,
@@ -152,7 +152,7 @@ def claims(version: str) -> Capabilities:
         largest_capability=(12, 1),
         rules=(
             rows_fit,
-            padding_must_fit(_here),
+            dropped_padding_must_fit(_here),
             padding_needs_the_host(_here),
             pages_rule(1),
             no_sink_gradients,

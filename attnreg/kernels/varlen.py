@@ -18,6 +18,7 @@ from torch.nn.functional import pad
 from ..backend import Backend, Output
 from ..call import AttentionCall
 from ..capabilities import NATIVE, Capabilities, Dims, Reason
+from ..packing import padding_must_fit
 from ..spec import AttentionSpec, Feature
 from .order import rank_of
 from .rows import lies_in_runs, notes_of_runs, rows_of, runs_of
@@ -109,20 +110,6 @@ def _missing() -> Reason | None:
         return Reason("missing", "CUDA kernels", f"torch {torch.__version__} without CUDA", "install a torch build for CUDA")
     if find() is None:
         return Reason("missing", "torch.nn.attention.varlen", f"not in torch {torch.__version__}", "install torch >= 2.10")
-    return None
-
-
-def padding_must_fit(spec: AttentionSpec) -> Reason | None:
-    """A kernel that drops padding is exact only where dropping it moves no query against its keys (contract, "Visibility")."""
-    padding = spec.query_mask or spec.key_mask or spec.key_lengths or spec.query_lengths or spec.key_starts
-    if padding and not spec.padding_fits_packing:
-        what = Feature.KEY_MASK if spec.key_mask else Feature.QUERY_MASK if spec.query_mask else Feature.KEY_LENGTHS
-        return Reason(
-            what.value,
-            "causal, window or alibi with padding that is not known to keep the diagonal when it is dropped",
-            "padding whose tokens can be packed without moving",
-            "give attnreg.Padding in its declared form, key_lengths or key_starts",
-        )
     return None
 
 

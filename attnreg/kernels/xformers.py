@@ -21,12 +21,13 @@ import torch
 from ..backend import Backend, Output
 from ..call import AttentionCall
 from ..capabilities import EMULATED, NATIVE, Capabilities, Reason, Support
+from ..packing import padding_must_fit
 from ..spec import AttentionSpec, Feature
 from .flash import refuse_second
 from .order import rank_of
 from .rows import Rows, rows_of
 from .sdpa import flash_lacks_memory, no_early_window, no_huge_bias, repeated_and_padded, roomy, rows_fit, run_around, widened
-from .varlen import padding_must_fit, padding_needs_the_host
+from .varlen import padding_needs_the_host
 
 NEGATIVE_INFINITY = float("-inf")
 _HALF = (torch.float16, torch.bfloat16)

@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 
 from attnreg import EMULATED, NATIVE, AttentionCall, AttentionSpec, Backend, Capabilities, Dims, Feature, Reason, hookimpl, needs
 from attnreg.kernels.rows import rows_of
-from attnreg.kernels.varlen import padding_must_fit
+from attnreg.packing import padding_must_fit
 from attnreg.visibility import segments
 
 WORKSPACE = 128 * 2**20
