@@ -13,6 +13,7 @@ from . import arrays, plans, policy, registry
 from .backend import Output
 from .cache.segments import in_rows
 from .call import AttentionCall
+from .checks.options import take_lengths
 from .packing import Padding
 from .plans import on_device, signature_of, step_facts
 from .run import run, run_appending
@@ -130,12 +131,16 @@ def attention(
         or sinks is not None
     ):
         options = plans.optional(query_mask, key_mask, mask, bias, alibi_slopes, sinks)
+    lengths = None
+    if key_lengths is not None or query_lengths is not None or key_starts is not None:
+        lengths = (key_lengths is not None, query_lengths is not None, key_starts is not None)
     remembered, asked, plan, step = plans.by_signature, None, None, None
-    if cu_seqlens is None and key_lengths is None and query_lengths is None and key_starts is None and (cache is None or options is None):
+    # What lengths mean beside masks depends on the values of both, which are looked at anew.
+    if cu_seqlens is None and (options is None or (cache is None and lengths is None)) and (cache is None or lengths is None):
         try:
             asked = (
                 causal, window, softcap, scale, dropout_p, finite_padding, layout, n_heads, n_kv_heads, return_lse, max_seqlens, backend,
-                layer, deterministic, _deterministic(), _grad_enabled(), scope, query.is_cuda and on_device(query, key, value),
+                lengths, layer, deterministic, _deterministic(), _grad_enabled(), scope, query.is_cuda and on_device(query, key, value),
                 cache and type(cache), options and tuple(map(signature_of, options.values())), forward_ad._current_level,
             )  # fmt: skip
             # The layers of a model repeat one call, which is found by comparing alone.
@@ -188,6 +193,8 @@ def attention(
         call.__dict__.update(plan.template)
     if options is not None:
         call.__dict__.update(options)
+    if lengths is not None:
+        take_lengths(call, key_lengths, query_lengths, key_starts)
     _last.selection = plan.selection
     if step is not None:
         call.see(cache, step)

@@ -44,6 +44,8 @@ GIVEN = {
     "masks": lambda: dict.fromkeys(("query_mask", "key_mask"), left(3, 4)),
     "two masks": lambda: {"query_mask": left(3, 4), "key_mask": left(3, 4)},
     "a padding": lambda: dict.fromkeys(("query_mask", "key_mask"), Padding.from_lengths([3, 4], 4, "left")),
+    "lengths": lambda: {"key_lengths": [3, 4], "query_lengths": torch.tensor([2, 4])},
+    "starts": lambda: {"key_starts": torch.tensor([1, 0])},
     "a bias": lambda: {"bias": torch.randn(1, 1, 4, 4)},
 }
 
@@ -193,3 +195,23 @@ def test_a_bias_beside_gradients_is_looked_at_once_and_again_when_it_changes(che
     assert kernel(bias) == "torch's math kernel"
     with torch.no_grad():
         assert attnreg.explain(query, key, value, bias=huge, backend="sdpa").notes[0] == "torch's cpu flash kernel"
+
+
+def test_lengths_are_looked_at_in_every_call(checked):
+    call = tensors()
+    for given in ([3, 4], torch.tensor([1, 2]), torch.tensor([0, 4], dtype=torch.int32), (4, 4)):
+        output = attnreg.attention(*call, causal=True, key_lengths=given)
+        before = len(checked)
+        torch.testing.assert_close(output, attnreg.attention(*call, causal=True, key_lengths=given, backend="reference"))
+        assert len(checked) <= before + 1
+    checked.clear()
+    attnreg.attention(*call, causal=True, key_lengths=[2, 2])
+    assert not checked
+    for wrong, error in (([3, 5], ValueError), ([3.0, 4.0], TypeError), ([3], ValueError), (torch.tensor([True, False]), TypeError)):
+        with pytest.raises(error, match="key_lengths"):
+            attnreg.attention(*call, causal=True, key_lengths=wrong)
+    mask = left(3, 4)
+    for lengths in ([4, 4], [3, 2]):  # what they mean beside a mask depends on both
+        output = attnreg.attention(*call, causal=True, key_mask=mask, key_lengths=lengths)
+        torch.testing.assert_close(output, attnreg.attention(*call, causal=True, key_mask=mask, key_lengths=lengths, backend="reference"))
+    assert all(c.key_mask is not None for c in checked[-4:])

@@ -114,13 +114,11 @@ def take_lengths(call: AttentionCall, key_lengths: Any, query_lengths: Any, key_
             if any(not 0 <= n <= size for n in values):
                 raise ValueError(f"{name}: each between 0 and {size}, got {values}")
             given = given.to(call.device, non_blocking=True)
-            call.repeatable = False
         else:
             check_device(call, name, given)
             if CHECK_DEVICE:
                 torch._assert_async(((given >= 0) & (given <= size)).all(), f"{name}: each between 0 and {size}")
             given = given.clamp(0, size)
-            call.repeatable = False
         setattr(call, name, given)
     if as_given:
         call.lengths_given = as_given
