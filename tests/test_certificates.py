@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from attnreg.cli import app
-from attnreg.conformance.suite import Outcome
+from attnreg.conformance import Outcome
 
 FOLDER = Path(__file__).parent.parent / "docs" / "certificates"
 BUILT_IN = {"sdpa", "reference"}
