@@ -247,6 +247,8 @@ class AttentionCall:
             bias = self.bias.detach()
             self.huge_bias = torch.finfo(bias.dtype).max > HUGE and bool(((bias.abs() > HUGE) & bias.isfinite()).any())
             _huge.keep(self.bias, self.huge_bias)
+        # As with a mask: one that has to be looked at every time makes another call every time.
+        self.repeatable = self.repeatable and not self.bias.is_inference()
         self._spec = None
 
     def facts(self) -> tuple:

@@ -197,6 +197,19 @@ def test_a_bias_beside_gradients_is_looked_at_once_and_again_when_it_changes(che
         assert attnreg.explain(query, key, value, bias=huge, backend="sdpa").notes[0] == "torch's cpu flash kernel"
 
 
+def test_a_bias_without_versions_is_looked_at_every_time(checked):
+    query, key, value = (t.requires_grad_() for t in tensors())
+    with torch.inference_mode():
+        small, huge = (torch.full((1, 1, 4, 4), number, dtype=torch.bfloat16) for number in (0.0, -1e9))
+    for bias, kernel in ((small, "torch's cpu flash kernel"), (huge, "torch's math kernel")) * 2:
+        output = attnreg.attention(query, key, value, bias=bias, backend="sdpa")
+        assert attnreg.last_selection().notes[0] == kernel
+        # The kernel's own float32 has no digit left of the scores beside so huge a bias: the slots weigh alike.
+        if bias is huge:
+            (got,) = torch.autograd.grad(output.sum(), value)
+            torch.testing.assert_close(got, torch.ones_like(value), atol=1e-4, rtol=1e-4)
+
+
 def test_lengths_are_looked_at_in_every_call(checked):
     call = tensors()
     for given in ([3, 4], torch.tensor([1, 2]), torch.tensor([0, 4], dtype=torch.int32), (4, 4)):
