@@ -7,6 +7,7 @@ the host; `Padding` carries it from the place where it is known, the tokenizer's
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -94,7 +95,8 @@ class Padding:
         found = known(mask)
         if found is not None:
             return found
-        lengths = mask.sum(1, dtype=torch.int32)
+        with to_be_kept():
+            lengths = mask.sum(1, dtype=torch.int32)
         # A row padded on the right never goes from padding to a real token, one padded on the left never the other way.
         before, after = mask[:, :-1], mask[:, 1:]
         begins, ends = (before < after).any(), (before > after).any()
@@ -115,12 +117,13 @@ class Padding:
         """Indices and cu_seqlens of the real tokens; computed once. Needs no host copy when `host_lengths` is known."""
         if self._packed is None:
             total = None if self.host_lengths is None else sum(self.host_lengths)
-            flat = self.mask.reshape(-1)
-            if total is None:
-                indices = flat.nonzero().flatten()
-            else:
-                indices = torch.nonzero_static(flat, size=total).flatten()
-            cu = torch.nn.functional.pad(self.lengths.cumsum(0, dtype=torch.int32), (1, 0))
+            with to_be_kept():
+                flat = self.mask.reshape(-1)
+                if total is None:
+                    indices = flat.nonzero().flatten()
+                else:
+                    indices = torch.nonzero_static(flat, size=total).flatten()
+                cu = torch.nn.functional.pad(self.lengths.cumsum(0, dtype=torch.int32), (1, 0))
             longest = self.mask.shape[1] if self.host_lengths is None else max(self.host_lengths, default=0)
             self._packed = Packed(indices, cu, longest)
         return self._packed
@@ -129,15 +132,28 @@ class Padding:
     def bounds(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The slots where each row's real tokens start and end, (B,) int32 each; computed once. For the forms "left" and "right"."""
         if self._bounds is None:
-            size, lengths = self.mask.shape[1], self.lengths.to(torch.int32)
-            if self.form == "left":
-                self._bounds = size - lengths, torch.full_like(lengths, size)
-            else:
-                self._bounds = torch.zeros_like(lengths), lengths
+            size = self.mask.shape[1]
+            with to_be_kept():
+                lengths = self.lengths.to(torch.int32)
+                if self.form == "left":
+                    self._bounds = size - lengths, torch.full_like(lengths, size)
+                else:
+                    self._bounds = torch.zeros_like(lengths), lengths
         return self._bounds
+
+    def __reduce__(self) -> tuple:
+        """For copies and pickles, made anew: the mask's copy counts its own changes, and what was found is told apart by ids."""
+        known(self)  # one that is refused has no copy that is not
+        return type(self), (self.mask, self.form, self.lengths, self.host_lengths)
 
     def __repr__(self) -> str:
         return f"Padding(form={self.form!r}, shape={tuple(self.shape)}, lengths={self.host_lengths or 'on ' + str(self.mask.device)})"
+
+
+def to_be_kept() -> AbstractContextManager:
+    """For tensors that later calls use too, perhaps with gradients: one made under inference_mode can't be saved for a backward pass."""
+    usual = torch.compiler.is_compiling() or not torch.is_inference_mode_enabled()
+    return nullcontext() if usual else torch.inference_mode(False)
 
 
 def _check_mask(mask: Any) -> None:
@@ -332,5 +348,6 @@ def found_to_fit(call: AttentionCall) -> bool:
     keys = keys if keys is not None else torch.ones((call.batch, call.key_length), dtype=torch.bool, device=call.device)
     answer = bool(fits_packing(queries, keys.expand(call.batch, -1), visibility.slots(call), holes_matter=holes_matter))
     if not lengths:
-        keep(keeper.fits, question, (answer, query))  # the query's padding is kept, so that its id stays its own
+        # The query's padding is kept, so that its id stays its own; but not by itself, which only the garbage collector would free.
+        keep(keeper.fits, question, (answer, None if query is keeper else query))
     return answer

@@ -1,6 +1,10 @@
 """Padding and packed rows; whether dropping padding changes what is seen, against counting it slot by slot."""
 
+import copy
+import gc
 import itertools
+import pickle
+import weakref
 
 import pytest
 import torch
@@ -98,6 +102,55 @@ def test_a_padding_whose_mask_was_changed_is_refused():
             attnreg.attention(query, query, query, **{argument: padding})
     attnreg.attention(query, query, query, key_mask=packing.Padding.from_mask(mask))
     attnreg.attention(query, query, query, key_mask=mask)
+
+
+COPIES = {"copy": copy.copy, "deepcopy": copy.deepcopy, "pickle": lambda given: pickle.loads(pickle.dumps(given))}
+
+
+@pytest.mark.parametrize("way", COPIES)
+def test_a_copy_of_a_padding_is_a_padding_of_its_own(way):
+    """As a loader's worker sends it: its mask counts its own changes, and what was found beside other paddings, by their ids, stays behind."""
+    mask = torch.ones(2, 5, dtype=torch.bool)
+    for row, start in enumerate((2, 4, 3, 4)):
+        mask[row % 2, start:] = False
+    query, padding = torch.randn(2, 5, 2, 8), packing.Padding.from_mask(mask)
+    attnreg.attention(query, query, query, key_mask=padding)
+    keys, queries = padding, packing.Padding.from_mask(torch.rand(2, 5) < 0.5)
+    packing.found_to_fit(AttentionCall(query, query, query, causal=True, key_mask=keys, query_mask=queries))
+    assert padding.fits
+    new = COPIES[way](padding)
+    assert (new.form, new.host_lengths, new.fits, new.runs) == (padding.form, padding.host_lengths, {}, {})
+    output = attnreg.attention(query, query, query, key_mask=new)
+    assert torch.equal(output, attnreg.attention(query, query, query, key_mask=mask))
+    mask[0, 1] = False
+    with pytest.raises(ValueError, match="changed in place; make a new one"):
+        COPIES[way](padding)
+
+
+@pytest.mark.parametrize("made", ["in inference", "before"])
+def test_what_a_padding_keeps_serves_beyond_inference_mode(made):
+    """A validation's mask may be a training's: tensors made under inference_mode can't be saved for a backward pass."""
+    mask = torch.tensor([[True, True, False], [True, True, True]])
+    padding = packing.Padding.from_mask(mask) if made == "before" else None
+    with torch.inference_mode():
+        padding = packing.Padding.from_mask(mask)
+        kept = [padding.lengths, *padding.packed[:2], *padding.bounds]
+    assert not any(tensor.is_inference() for tensor in kept)
+    rows = torch.randn(2, 3, 4, requires_grad=True)
+    packing.pack(rows, packing.Padding.from_mask(mask).packed).sum().backward()
+    assert torch.equal(rows.grad, mask[:, :, None].expand(2, 3, 4).float())
+
+
+def test_a_padding_beside_itself_is_freed_at_once():
+    mask, call = torch.tensor([[True, False, True]]), torch.randn(1, 3, 2, 8)
+    packing.found_to_fit(AttentionCall(call, call, call, causal=True, key_mask=packing.Padding.from_mask(mask), query_mask=packing.known(mask)))
+    gone = weakref.ref(packing.known(mask))
+    gc.disable()
+    try:
+        del mask
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 def test_a_mask_that_lives_long_keeps_few_of_those_it_met():

@@ -6,13 +6,14 @@ are one run of slots in each row, which are named where they lie (`runs_of`); an
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
 from torch.nn.functional import pad
 
 from ..call import AttentionCall
-from ..packing import Padding, keep
+from ..packing import Padding, keep, to_be_kept
 from ..spec import AttentionSpec
 from ..visibility import real_keys, real_queries
 
@@ -159,7 +160,8 @@ def runs_of(call: AttentionCall) -> Rows:
     if known is not None:
         marks = known[0]
     else:
-        marks = _marks(call)
+        with to_be_kept() if kept else nullcontext():
+            marks = _marks(call)
         if kept:
             # The other padding is kept, so that its id stays its own.
             keep(paddings[0].runs, question, (marks, None if query is paddings[0] else query))
