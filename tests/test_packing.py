@@ -143,7 +143,9 @@ def test_what_a_padding_keeps_serves_beyond_inference_mode(made):
 
 def test_a_padding_beside_itself_is_freed_at_once():
     mask, call = torch.tensor([[True, False, True]]), torch.randn(1, 3, 2, 8)
-    packing.found_to_fit(AttentionCall(call, call, call, causal=True, key_mask=packing.Padding.from_mask(mask), query_mask=packing.known(mask)))
+    packing.found_to_fit(
+        AttentionCall(call, call, call, causal=True, key_mask=packing.Padding.from_mask(mask), query_mask=packing.known(mask))
+    )
     gone = weakref.ref(packing.known(mask))
     gc.disable()
     try:
