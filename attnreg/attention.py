@@ -176,14 +176,17 @@ def attention(
         call = _checked(locals())
         selection = choose(call, backend, layer, scope)
         _last.selection = selection
-        function = run if cache is None else run_appending
-        result = function(call, selection.chosen, selection.run)
-        # Once it has gone well, since what is remembered is not looked at again.
+        # Made before the backend gets the call, which is then its own to change.
         if asked is not None and call.repeatable and asked[-1] < 0:  # which tensors are dual, no guard sees
             if options is not None:  # paddings may be known by now
                 options = plans.optional(query_mask, key_mask, mask, bias, alibi_slopes, sinks)
                 asked = (*asked[:-2], tuple(map(signature_of, options.values())), asked[-1])
-            plans.remember(remembered, asked, query, key, value, call, selection)
+            plan = plans.plan_of(asked, query, key, value, call, selection)
+        function = run if cache is None else run_appending
+        result = function(call, selection.chosen, selection.run)
+        # Once it has gone well, since what is remembered is not looked at again.
+        if plan is not None:
+            plans.remember(remembered, plan, query, key)
         return result
     # Set one by one, since Python keeps such attributes without a dictionary.
     call = _new_call(AttentionCall)

@@ -105,29 +105,25 @@ def step_facts(step: Step, query_length: int) -> tuple:
     )  # fmt: skip
 
 
-def remember(
-    plans: dict[tuple, Any],
-    asked: tuple,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    call: AttentionCall,
-    selection: Selection,
-) -> None:
-    """Makes the plan of a call. `plans`: `by_signature` as it was before the choice."""
+def plan_of(asked: tuple, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall, selection: Selection) -> Plan:
+    """The plan of a checked call that has not run yet."""
     apart = ("layout", "causal", "scale", "_spec", "cache", "step", "pages", "lengths_given")
     template = {
         name: given
         for name, given in call.__dict__.items()
-        if not isinstance(given, (torch.Tensor, packing.Padding)) and name not in apart and given is not getattr(AttentionCall, name, plans)
+        if not isinstance(given, (torch.Tensor, packing.Padding)) and name not in apart and given is not getattr(AttentionCall, name, apart)
     }
     function = None if call.return_lse or selection.spec.zero_size else selection.run
     facts = None if call.step is None else step_facts(call.step, call.query_length)
-    plan = Plan(asked, _fits(query, key, value), call.scale, selection.spec, template, selection, function, selection.chosen.layout, facts)
+    return Plan(asked, _fits(query, key, value), call.scale, selection.spec, template, selection, function, selection.chosen.layout, facts)
+
+
+def remember(plans: dict[tuple, Any], plan: Plan, query: torch.Tensor, key: torch.Tensor) -> None:
+    """Keeps a plan for calls of such tensors. `plans`: `by_signature` as it was before the choice."""
     if len(plans) >= LIMIT:
         plans.clear()
     # A few of one signature may differ in strides or in who needs a gradient; the latest comes first.
-    signature = (asked, query.shape, key.shape)
+    signature = (plan.asked, query.shape, key.shape)
     plans[signature] = [plan, *plans.get(signature, ())[:3]]
     plans[LATEST] = plan
 

@@ -210,6 +210,26 @@ def test_a_bias_without_versions_is_looked_at_every_time(checked):
             torch.testing.assert_close(got, torch.ones_like(value), atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+def test_a_backend_may_change_the_call_that_it_runs(layout):
+    """The one that was checked is as much its own as any later one: nothing of what it writes there is remembered."""
+    kernel = reference.reference
+
+    def scaled_first(call):
+        call.query, call.scale = call.query * call.scale, 1.0
+        return kernel.run(call)
+
+    attnreg.register(Backend("scaled_first", scaled_first, kernel.capabilities, layout=kernel.layout))
+    try:
+        query, key, value = (torch.randn(2, 4, 4, 8) for _ in range(3))
+        wanted = attnreg.attention(query, key, value, causal=True, layout=layout, backend="reference")
+        for _ in range(4):
+            output = attnreg.attention(query, key, value, causal=True, layout=layout, backend="scaled_first")
+            torch.testing.assert_close(output, wanted)
+    finally:
+        attnreg.unregister("scaled_first")
+
+
 def test_lengths_are_looked_at_in_every_call(checked):
     call = tensors()
     for given in ([3, 4], torch.tensor([1, 2]), torch.tensor([0, 4], dtype=torch.int32), (4, 4)):
