@@ -49,6 +49,33 @@ def chunked(cache, query, key, value, sizes, key_mask=None, **options):
 
 
 @ALL
+@pytest.mark.parametrize("change", [None, "crop", "reorder", "reset", "fork", "restore"])
+@pytest.mark.parametrize("counts", [None, [3, 1]])
+def test_a_cache_that_was_begun_under_inference_mode_goes_on_outside(kind, change, counts):
+    """And the other way round: its storage, and what it keeps on the device beside it, may be written in both."""
+    new, modes = tensors(size=3), (torch.inference_mode, torch.no_grad)
+    for first, second in (modes, modes[::-1]):
+        layers = [caches()[kind][0], caches()["dynamic"][0]]
+        for mode, size in ((first, 3), (second, 1), (first, 3), (second, 3), (first, 1), (second, 1)):
+            each = counts if size == 3 else None
+            given = [tensor[:, :size] for tensor in new]
+            with mode():
+                outputs = [attention(*given, cache=layer, causal=True, window=(16, None), query_lengths=each) for layer in layers]
+                if change == "fork":
+                    layers = [layer.fork() for layer in layers]
+                elif change:
+                    for layer in layers:
+                        arguments = {
+                            "crop": [layer.lengths - 1],
+                            "reorder": [[1, 0]],
+                            "reset": [[1]],
+                            "restore": [t.clone() for t in layer.contents()],
+                        }[change]
+                        getattr(layer, change)(*arguments)
+            torch.testing.assert_close(*outputs)
+
+
+@ALL
 @pytest.mark.parametrize("sizes", [(3, 1), (1, 1, 1, 1)])
 def test_row_1_cached_equals_one_shot_and_the_callers_tensors_are_unchanged(kind, sizes):
     query, key, value = tensors(size=4, heads=2)

@@ -20,6 +20,7 @@ from .protocol import (
     row_numbers,
     shorter,
     uniform,
+    writable,
     zeros,
 )
 
@@ -98,7 +99,8 @@ class DynamicLayer:
         if lengths == self._lengths:
             return
         if self._lent:
-            self._key, self._value, self._lent = self._key.clone(), self._value.clone(), False
+            with writable():
+                self._key, self._value, self._lent = self._key.clone(), self._value.clone(), False
         if self._key.requires_grad or self._value.requires_grad:
             self._key, self._value = self._key[:, : max(lengths)], self._value[:, : max(lengths)]
             if not uniform(lengths):
@@ -117,7 +119,8 @@ class DynamicLayer:
         if self._key is None:
             return
         index = torch.tensor(rows, device=self._key.device)
-        self._key, self._value = self._key.index_select(0, index), self._value.index_select(0, index)
+        with writable():
+            self._key, self._value = self._key.index_select(0, index), self._value.index_select(0, index)
         self._lent = False
         self._lengths = [self._lengths[r] for r in rows]
 
@@ -128,7 +131,8 @@ class DynamicLayer:
     def fork(self) -> DynamicLayer:
         new = DynamicLayer()
         if self._key is not None:
-            new._key, new._value = self._key.clone(), self._value.clone()
+            with writable():
+                new._key, new._value = self._key.clone(), self._value.clone()
         new._lengths = list(self._lengths)
         return new
 
@@ -143,7 +147,8 @@ class DynamicLayer:
         self._key, self._value, self._lengths, self._lent = key, value, lengths.tolist(), True
         if not uniform(self._lengths or [0]):
             gone = torch.arange(key.shape[1], device=key.device)[None] >= lengths.to(key.device)[:, None]
-            self._key, self._value = (tensor.masked_fill(gone[..., None, None], 0.0) for tensor in (key, value))
+            with writable():
+                self._key, self._value = (tensor.masked_fill(gone[..., None, None], 0.0) for tensor in (key, value))
             self._lent = False
 
 

@@ -154,7 +154,8 @@ class PagedLayer:
         table, first = self._table, self._first
         if table is None or changed or widest > table.shape[1]:
             room = widest + widest // 4 + 4
-            table = on_device([t + [0] * (room - len(t)) for t in tables], self.pool.keys.device).reshape(len(tables), room)
+            with torch.inference_mode(False):  # pages are entered in and outside of it
+                table = on_device([t + [0] * (room - len(t)) for t in tables], self.pool.keys.device).reshape(len(tables), room)
         if tables is not self._tables or table is not self._table:
             first = _first_pages(tables)
         if tables is self._tables:

@@ -6,7 +6,8 @@ into spare room (`write`), the backend runs, and only then do the new tokens cou
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -175,6 +176,16 @@ def zeros(shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
     """Storage that may be written in and outside of inference mode."""
     with torch.inference_mode(False):
         return torch.zeros(tuple(shape), dtype=like.dtype, device=like.device)
+
+
+@contextmanager
+def writable() -> Iterator[None]:
+    """Around operations that make such storage of what is there; with gradients only outside of inference mode, as ever."""
+    if torch.is_inference_mode_enabled():
+        with torch.inference_mode(False), torch.no_grad():
+            yield
+    else:
+        yield
 
 
 def places(starts: Sequence[int], counts: Sequence[int], device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -20,6 +20,7 @@ from .protocol import (
     refuse_gradient,
     row_numbers,
     uniform,
+    writable,
     zeros,
 )
 
@@ -165,7 +166,8 @@ class SlidingLayer:
         if self._key is None:
             return
         index = torch.tensor(rows, device=self._key.device)
-        self._key, self._value = self._key.index_select(0, index), self._value.index_select(0, index)
+        with writable():
+            self._key, self._value = self._key.index_select(0, index), self._value.index_select(0, index)
         if self.dropped_padding is not None:
             self.dropped_padding = self.dropped_padding.index_select(0, index.to(self.dropped_padding.device))
         self._lengths, self._starts, self._held = ([n[r] for r in rows] for n in (self._lengths, self._starts, self._held))
@@ -178,7 +180,8 @@ class SlidingLayer:
         new = SlidingLayer(self.left, self.keep)
         new.__dict__.update(self.__dict__)
         if self._key is not None:
-            new._key, new._value = self._key.clone(), self._value.clone()
+            with writable():
+                new._key, new._value = self._key.clone(), self._value.clone()
         return new
 
     def contents(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -197,7 +200,9 @@ class SlidingLayer:
         else:
             kept = [min(n, self.keep) for n in held.tolist()]
             first = [n - k for n, k in zip(held.tolist(), kept)]
-        self._key, self._value, self._held, self._starts = key.clone(), value.clone(), kept, first
+        self._held, self._starts = kept, first
+        with writable():
+            self._key, self._value = key.clone(), value.clone()
         clear(self._key, [0] * len(first), first)
         clear(self._value, [0] * len(first), first)
         self.dropped_padding = None
