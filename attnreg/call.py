@@ -16,7 +16,7 @@ from .cache.steps import check_cache, clean_queries, masks_over, take_step
 from .checks.options import take_head_terms, take_lengths, take_masks, take_numbers
 from .checks.segments import take_segments
 from .checks.tensors import take_tensors
-from .looked import Looked
+from .looked import Looked, readable
 from .spec import AttentionSpec, spec_from
 
 HUGE = 1e5
@@ -227,7 +227,12 @@ class AttentionCall:
         self.key, self.value = (key, value) if self.layout == "bshd" else (key.transpose(1, 2), value.transpose(1, 2))
 
     def examine_padding(self) -> None:
-        """Finds the form of bare padding masks by looking at them: one copy to the host for each new mask tensor."""
+        """Finds the form of bare padding masks by looking at them: one copy to the host for each new mask tensor. Where none can be read,
+        they stay "any"."""
+        masks = [mask for mask in (self.query_mask, self.key_mask) if mask is not None]
+        if not all(map(readable, masks)):
+            self.repeatable = False
+            return
         if self.query_mask is not None and self.query_padding is None:
             self.query_padding = packing.Padding.from_mask(self.query_mask)
         if self.key_mask is not None and self.key_padding is None:
@@ -236,12 +241,14 @@ class AttentionCall:
         if not packing.known_to_fit(self):
             self.fits_packing = packing.found_to_fit(self)
         # A mask that has to be looked at every time makes another call every time.
-        masks = [mask for mask in (self.query_mask, self.key_mask) if mask is not None]
         self.repeatable = self.repeatable and not any(mask.is_inference() for mask in masks)
         self._spec = None
 
     def examine_bias(self) -> None:
-        """Looks whether the bias holds huge finite numbers: one copy to the host for each new tensor."""
+        """Looks whether the bias holds huge finite numbers: one copy to the host for each new tensor. Where none can be read, it may."""
+        if not readable(self.bias):
+            self.repeatable = False
+            return
         self.huge_bias = known_to_be_huge(self.bias)
         if self.huge_bias is None:
             bias = self.bias.detach()

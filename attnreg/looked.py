@@ -10,6 +10,19 @@ import torch
 Answer = TypeVar("Answer")
 
 
+_TRACERS = torch._C._TorchDispatchModeKey.FAKE, torch._C._TorchDispatchModeKey.PROXY
+
+
+def readable(tensor: torch.Tensor) -> bool:
+    """Whether the host may look at a tensor's values: not while a tracer has none or writes down what is done with them (torch.compile,
+    torch.export, make_fx, FakeTensorMode), nor while a CUDA graph is captured."""
+    if torch.compiler.is_compiling() or any(torch._C._get_dispatch_mode(tracer) is not None for tracer in _TRACERS):
+        return False
+    if tensor.device.type == "meta" or isinstance(tensor, torch._subclasses.FakeTensor):
+        return False
+    return not (tensor.device.type == "cuda" and torch.cuda.is_current_stream_capturing())
+
+
 class Looked(Generic[Answer]):
     """Answers by tensor. A reference tells a tensor from a later one of the same id; torch's own dictionary with weak keys takes five times
     as long, once a layer. An answer must not keep its tensor alive."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import torch
-
 from . import policy, registry
 from .backend import Backend
 from .call import AttentionCall
@@ -28,7 +26,7 @@ def choose(
     named = tuple(backend) if isinstance(backend, list) else backend
     if _wants_forms(call) and _somebody_packs(call, policy.in_force(named, layer, scope)):
         call.examine_padding()
-    if call.spec.huge_bias and call.huge_bias is None and not call.spec.capturing:
+    if call.spec.huge_bias and call.huge_bias is None:
         call.examine_bias()
     question = (call.spec, named, layer, scope)
     selections = _selections
@@ -91,9 +89,8 @@ def _check_selection(selection: Selection, scope: policy.Scope | None) -> None:
 
 
 def _wants_forms(call: AttentionCall) -> bool:
-    """Whether a padding mask's form is not known yet, and may be looked for."""
-    bare = (call.query_mask is not None and call.query_padding is None) or (call.key_mask is not None and call.key_padding is None)
-    return bare and not (call.device.type == "cuda" and torch.cuda.is_current_stream_capturing())
+    """Whether a padding mask's form is not known yet."""
+    return (call.query_mask is not None and call.query_padding is None) or (call.key_mask is not None and call.key_padding is None)
 
 
 def _somebody_packs(call: AttentionCall, chosen_by: policy.Policy) -> bool:

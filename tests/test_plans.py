@@ -7,6 +7,8 @@ import weakref
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import attnreg
 from attnreg import Backend, Padding
@@ -228,6 +230,50 @@ def test_a_backend_may_change_the_call_that_it_runs(layout):
             torch.testing.assert_close(output, wanted)
     finally:
         attnreg.unregister("scaled_first")
+
+
+def exported(function, *given):
+    class Model(torch.nn.Module):
+        def forward(self, *given):
+            return function(*given)
+
+    return torch.export.export(Model(), given).module()
+
+
+TRACERS = {
+    "torch.export": exported,
+    "make_fx": lambda function, *given: make_fx(function)(*given),
+    "make_fx, fake": lambda function, *given: make_fx(function, tracing_mode="fake")(*given),
+    "make_fx, symbolic": lambda function, *given: make_fx(function, tracing_mode="symbolic")(*given),
+}
+
+
+@pytest.mark.parametrize("tracer", TRACERS)
+@pytest.mark.parametrize("name", ["bias", "key_mask"])
+def test_tracers_read_no_values(tracer, name, checked):
+    """There are none, or they are an example's: gradients beside a bias go to math then, and the form of a mask is not known."""
+    call = [t.requires_grad_() for t in tensors()]
+    given = {"bias": torch.randn(1, 1, 4, 4), "key_mask": left(3, 4)}[name]
+
+    def attend(query, key, value, given):
+        return attnreg.attention(query, key, value, causal=True, **{name: given}, **{"bias": {"backend": "sdpa"}, "key_mask": {}}[name])
+
+    traced = TRACERS[tracer](attend, *call, given)
+    for other in (given, torch.full_like(given, -1e9) if name == "bias" else left(4, 2)):
+        wanted = attend(*call, other)
+        got = traced(*call, other)
+        torch.testing.assert_close(got, wanted)
+        for one, right in zip(*(torch.autograd.grad(o.sum(), call) for o in (got, wanted))):
+            torch.testing.assert_close(one, right)
+    assert attnreg.last_selection().spec.key_mask == (None if name == "bias" else "left"), "looked at where there are values"
+
+
+def test_fake_tensors_have_no_values(checked):
+    with FakeTensorMode():
+        call = [torch.empty(2, 4, 1, 8, requires_grad=True) for _ in range(3)]
+        for options in ({"bias": torch.empty(1, 1, 4, 4)}, {"key_mask": torch.ones(2, 4, dtype=torch.bool)}):
+            attnreg.attention(*call, causal=True, **options).sum().backward()
+            assert call[0].grad.shape == (2, 4, 1, 8)
 
 
 def test_lengths_are_looked_at_in_every_call(checked):
