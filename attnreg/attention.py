@@ -34,7 +34,8 @@ class _Last(threading.local):
 _last = _Last()
 # Bound once: each look-up of a name in a module costs the repeated call a tenth of a microsecond.
 _new_call = AttentionCall.__new__
-_tracing = torch.compiler.is_dynamo_compiling
+# By the compiler or an export: a symbolic size that is compared with a plan's would be guarded.
+_tracing = torch.compiler.is_compiling
 _current_scope = policy.current_scope.get
 _grad_enabled = torch.is_grad_enabled
 _deterministic = torch._C._get_deterministic_algorithms

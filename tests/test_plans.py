@@ -268,6 +268,23 @@ def test_tracers_read_no_values(tracer, name, checked):
     assert attnreg.last_selection().spec.key_mask == (None if name == "bias" else "left"), "looked at where there are values"
 
 
+def test_an_export_is_compared_with_no_earlier_call():
+    """A symbolic size that is compared with that of a plan is guarded: the export held for all sizes but those called before."""
+
+    class Model(torch.nn.Module):
+        def forward(self, query, bias):
+            return attnreg.attention(query, query, query, bias=bias, causal=True)
+
+    def given(size):
+        return torch.randn(2, size, 2, 8), torch.randn(1, 1, size, size)
+
+    wanted = [(case, Model()(*case)) for case in map(given, (7, 5))]
+    size = torch.export.Dim("size", min=2, max=64)
+    traced = torch.export.export(Model(), given(4), dynamic_shapes=({1: size}, {2: size, 3: size})).module()
+    for case, output in wanted:
+        torch.testing.assert_close(traced(*case), output)
+
+
 def test_fake_tensors_have_no_values(checked):
     with FakeTensorMode():
         call = [torch.empty(2, 4, 1, 8, requires_grad=True) for _ in range(3)]
