@@ -611,3 +611,13 @@ def test_queries_alone_may_be_trained(kind):
         outputs.append(attention(query[:, part], key[:, part], value[:, part], cache=cache[0], causal=True, **options))
     torch.cat(outputs, 1).square().sum().backward()
     torch.testing.assert_close(query.grad, expected, rtol=1e-4, atol=1e-5)
+
+
+@ALL
+@pytest.mark.parametrize("counts", [None, [3, 1]])
+def test_a_layer_can_be_restored_from_its_own_contents(kind, counts):
+    layer, (query, key, value) = caches()[kind][0], tensors(size=3)
+    attention(query, key, value, cache=layer, causal=True, window=(16, None), query_lengths=counts)
+    before = [t.clone() for t in layer.contents()[:3]]
+    layer.restore(*layer.contents())
+    assert all(torch.equal(now, was) for now, was in zip(layer.contents(), before))

@@ -317,9 +317,10 @@ class PagedLayer:
         own = sum(1 for table in self._tables for page in table if self.pool.holders[page] == 1)
         if needed > len(self.pool.free) + own:
             raise ValueError(f"cache: {needed} pages needed, {len(self.pool.free) + own} can be had; make a larger PagedCache")
+        key, value = key.detach().clone(), value.detach().clone()  # they may be what this layer's `contents` showed
         self.reset()
         with torch.no_grad():
-            step = empty.prepare(key.detach(), value.detach(), lengths.tolist(), None, None)
+            step = empty.prepare(key, value, lengths.tolist(), None, None)
             empty.write(step)
         empty.commit(step)
         self._tables, self._lengths, self._table, self._counted = empty._tables, empty._lengths, None, None

@@ -220,6 +220,7 @@ class StaticLayer:
         check_new(key, value, self.key, self.value, self.key.shape[0])
         if key.shape[1] > self.capacity:
             raise ValueError(f"key: at most {self.capacity} slots, the cache's capacity, got {key.shape[1]}")
+        key, value, lengths = key.clone(), value.clone(), lengths.clone()  # they may be what this layer's `contents` showed
         self.reset()
         self.key[:, : key.shape[1]], self.value[:, : value.shape[1]] = key, value
         self._hold(lengths)
