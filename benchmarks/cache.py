@@ -23,7 +23,8 @@ from timing import interleaved
 
 import attnreg
 from attnreg import DynamicCache, PagedCache, SlidingCache, StaticCache, attention, last_selection
-from attnreg.kernels import flash2, flash3
+from attnreg.kernels.flash2 import library as flash2
+from attnreg.kernels.flash3 import library as flash3
 
 
 def fill(layer, key, value) -> None:
@@ -118,9 +119,9 @@ def launches(function) -> list[str]:
 def libraries() -> dict[str, Callable]:
     """What is installed: `flash_attn_with_kvcache` of flash-attn 2 and 3, and flash-attn 4's functions, by name."""
     found = {}
-    for name, kernels in (("flash2", flash2), ("flash3", flash3)):
+    for name, library in (("flash2", flash2), ("flash3", flash3)):
         if not attnreg.backends()[name].reason_missing:
-            found[name] = kernels.library().module.flash_attn_with_kvcache
+            found[name] = library().module.flash_attn_with_kvcache
     if not attnreg.backends()["flash4"].reason_missing:
         found["flash4"] = importlib.import_module("flash_attn.cute").flash_attn_varlen_func
     return found

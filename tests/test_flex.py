@@ -379,3 +379,20 @@ def test_a_small_call_on_a_cpu_is_not_worth_compiling():
     small, large = order(512), order(2048)
     assert small.index("reference") < small.index("flex")
     assert large.index("flex") < large.index("reference")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "learned", "stages"), [(torch.bfloat16, False, None), (torch.float32, False, 1), (torch.bfloat16, True, 1)]
+)
+def test_one_tile_of_a_wide_bias_is_in_flight_on_a_card(dtype, learned, stages):
+    query, key, value = (torch.zeros(1, 2, 3, 16, dtype=torch.bfloat16) for _ in range(3))
+    call = AttentionCall(query, key, value, bias=torch.zeros(1, 1, 3, 3, dtype=dtype, requires_grad=learned), layout="bhsd")
+    call._spec = call.spec._replace(device="cuda", capability=(9, 0))
+    seen = []
+
+    def attend(*arguments):
+        seen.append(arguments[-1])
+        return value, None
+
+    run_flex(call, attend)
+    assert seen == [stages and {"num_stages": stages}]

@@ -15,6 +15,7 @@ import torch
 import attnreg
 from attnreg.call import AttentionCall
 from attnreg.kernels import flash2, flash3, flash4
+from attnreg.kernels.installed import Library
 from attnreg.packing import Padding
 from attnreg.spec import AttentionSpec, Feature
 
@@ -317,3 +318,46 @@ def test_a_copy_of_the_values_is_named_where_it_is_made(name):
     )
     for changes, copies in (({}, True), ({"page_size": 64}, False), ({"finite_padding": True}, False), ({"gradients": ("query",)}, False)):
         assert any("cleans values" in note for note in notes(spec._replace(**changes))) == copies, changes
+
+
+def test_windowed_gradients_of_flash4_are_refused():
+    """An H200 gave zeros for some rows beyond one tile."""
+    claims = flash4.claims("4.0.0b36")
+    assert words(claims, spec(causal=True, window=(2, None), gradients=True)) == {"window"}
+    assert not words(claims, spec(causal=True, window=(2, None))) and not words(claims, spec(causal=True, gradients=True))
+
+
+class Functions:
+    """The two functions for dense tensors, which write down who was called."""
+
+    def __init__(self):
+        self.called = []
+
+    def flash_attn_func(self, query, key, value, **options):
+        self.called.append("dense")
+        return query
+
+    def flash_attn_with_kvcache(self, query, key, value, cache_seqlens=None, **options):
+        assert cache_seqlens is None
+        self.called.append("cached")
+        return query
+
+
+@pytest.mark.parametrize(
+    ("module", "queries", "gradients", "way"),
+    [
+        (flash2, 8, False, "cached"),
+        (flash2, 512, False, "cached"),
+        (flash2, 8, True, "dense"),
+        (flash3, 8, False, "cached"),
+        (flash3, 512, False, "dense"),
+        (flash3, 8, True, "dense"),
+    ],
+)
+def test_the_function_for_dense_tensors(module, queries, gradients, way, monkeypatch):
+    functions = Functions()
+    monkeypatch.setattr(module._Found, "where", Library("a library", "2.8.3", functions))
+    monkeypatch.setattr(module._Found, "kernels", flash2.kernels("2.8.3"), raising=False)
+    tensors = [torch.zeros(1, queries, 2, 8, requires_grad=gradients) for _ in range(3)]
+    module._dense(AttentionCall(*tensors, causal=True), *tensors)
+    assert functions.called == [way]
