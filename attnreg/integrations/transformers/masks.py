@@ -12,6 +12,7 @@ import torch
 from transformers import masking_utils
 
 from ... import packing
+from ...looked import readable
 
 Offset = int | torch.Tensor
 
@@ -73,7 +74,7 @@ class HostMask:
     def look(self) -> None:
         """Leaves the padding mask away where it hides nothing. Once a forward, as transformers' own masks do it, and what is found stays known
         of the mask, so that no layer looks again. While the compiler traces or a graph is captured there is nothing to see."""
-        if self.key_mask is None or self._looked or torch.compiler.is_compiling() or not _readable(self.key_mask):
+        if self.key_mask is None or self._looked or not readable(self.key_mask):
             return
         self._looked = True
         if all(n == self.key_mask.shape[1] for n in packing.Padding.from_mask(self.key_mask).host_lengths):
@@ -226,10 +227,6 @@ def _lasting(mask: torch.Tensor) -> torch.Tensor:
         return mask
     with torch.inference_mode(False):
         return mask.clone()
-
-
-def _readable(mask: torch.Tensor) -> bool:
-    return mask.device.type != "meta" and not (mask.device.type == "cuda" and torch.cuda.is_current_stream_capturing())
 
 
 def _may_cross(config: Any) -> bool:
