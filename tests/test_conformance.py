@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.metadata
+import itertools
 import json
 import subprocess
 import sys
@@ -155,6 +156,23 @@ def test_few_kinds_of_calls_need_few_compilations(counted_flex):
     # A check may change what its calls ask: no promise of finite padding, no gradient into the lse.
     assert drawn["kinds"] <= 20 and len(compiled) <= 2 * drawn["kinds"] < calls
     assert_covered(report, backend, HALF)
+
+
+def test_all_sizes_of_a_kind_change_together():
+    """A compiler makes sizes symbolic that it has seen change: together in its second compilation, one by one in several."""
+    backend = attnreg.backends()["sdpa"]
+    (check,) = [c for c in checks_for(backend, "cpu", HALF, PROFILES["jit"]) if c.name == "equals_reference"]
+    drawn = []
+    body = lambda backend, case, tally: drawn.append(case)
+    run_check(backend, check._replace(body=body, examples=300), PROFILES["jit"], Tally())
+    kinds = {}
+    for case in drawn:
+        sizes = tuple(n for n in (case.batch, case.query_length, case.key_length) if n > 1)
+        kinds.setdefault(case.kind, set()).add(sizes)
+    assert len(kinds) > 20 and sum(len(sizes) == 3 for sizes in kinds.values()) > 20
+    for sizes in kinds.values():
+        for one, other in itertools.combinations(sizes, 2):
+            assert all(a != b for a, b in zip(one, other)), f"{one} and {other}"
 
 
 @pytest.mark.parametrize(("kinds", "most"), [(1, 20), (2, 50)])

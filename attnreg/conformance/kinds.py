@@ -83,17 +83,24 @@ class Kinds:
 
 @st.composite
 def _varied(draw: st.DrawFn, kinds: Sequence[Case], sizes: str) -> Case:
-    """A call of one of the kinds."""
+    """A call of one of the kinds, in one of its few sizes. From one to the next all that can change does: a compiler that makes sizes symbolic
+    once they have changed then compiles a kind twice, and not once more for each that changes alone."""
     kind = draw(st.sampled_from(kinds))
     lengths, batches, _ = SIZES[sizes]
-
-    def like(length: int) -> int:
-        return length if length <= 1 else draw(st.sampled_from([n for n in lengths if n > 1 and (n <= BLOCK) == (length <= BLOCK)]))
-
-    query_length = key_length = like(kind.query_length)
-    if kind.key_length != kind.query_length:
-        pages = kind.key_length // kind.page_size * kind.page_size if kind.page_size else 0
-        key_length = like(kind.key_length - pages) + pages
+    places = [_like(size, known) for size, known in ((kind.batch, batches), (kind.query_length, lengths), (kind.key_length, lengths))]
+    turn = draw(st.integers(0, max(map(len, places)) - 1))
+    batch, query_length, key_length = (place[turn % len(place)] for place in places)
+    if kind.page_size:
+        key_length = kind.key_length + turn * (kind.page_size + 1)
+    elif kind.key_length != kind.query_length:
         key_length += key_length == query_length
-    batch = 1 if kind.batch == 1 else draw(st.sampled_from(batches))
     return kind.replace(seed=draw(st.integers(0, 9999)), batch=batch, query_length=query_length, key_length=key_length)
+
+
+def _like(size: int, known: Sequence[int]) -> list[int]:
+    """The sizes that a kernel need not be compiled anew for, from this one or the first on: 1 stays 1, one block one block."""
+    like = [n for n in known if n > 1 and (n <= BLOCK) == (size <= BLOCK)]
+    if size <= 1 or not like:
+        return [size]
+    start = like.index(size) if size in like else 0
+    return like[start:] + like[:start]
