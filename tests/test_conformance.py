@@ -137,6 +137,7 @@ def counted_flex(monkeypatch):
 
     compiled = {}
     monkeypatch.setattr(flex, "_compiled", compiled)
+    monkeypatch.setattr(flex, "_apart", lambda spec: False)
     monkeypatch.setattr(flex.torch, "compile", lambda function, **options: function)
     monkeypatch.setattr(module, "_validate_device", lambda *tensors: None)
     monkeypatch.setattr(module, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)

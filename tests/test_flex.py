@@ -16,6 +16,7 @@ import attnreg
 from attnreg import registry
 from attnreg.call import AttentionCall
 from attnreg.kernels import block_masks
+from attnreg.kernels import flex as flex_module
 from attnreg.kernels.flex import _attend, _compiled, flex, run_flex
 from attnreg.visibility import real_keys, real_queries, visible
 
@@ -316,6 +317,38 @@ def test_other_numbers_and_lengths_need_no_new_compilation():
         run(length, 7, 3.0, 0.2)
     assert counters["stats"]["unique_graphs"] - before == 2
     assert len(_compiled) - kinds == 1
+
+
+@needs_a_compiler
+def test_rows_and_lengths_of_a_bias_may_all_change():
+    for batch, query_length, key_length in ((2, 40, 50), (3, 60, 70), (2, 50, 66)):
+        tensors = make(batch, query_length, key_length)
+        bias = torch.randn(batch, 4, query_length, key_length)
+        output = attnreg.attention(*tensors, bias=bias, backend="flex")
+        torch.testing.assert_close(output, attnreg.attention(*tensors, bias=bias, backend="reference"), atol=2e-6, rtol=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "apart"),
+    [
+        ({"causal": True, "softcap": 2.0, "scale": 0.3, "window": (9, None), "alibi_slopes": torch.rand(4)}, False),
+        ({"alibi_slopes": torch.rand(2, 4)}, True),
+        ({"key_lengths": [3, 4]}, True),
+        ({"mask": torch.ones(1, 1, 1, 1, dtype=torch.bool)}, True),
+    ],
+    ids=["numbers", "slopes of rows", "lengths", "mask"],
+)
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_sizes_of_what_the_mods_read_are_no_symbols_on_a_cpu(options, apart, device, monkeypatch):
+    asked = []
+    monkeypatch.setattr(flex_module, "_compiled", {})
+    monkeypatch.setattr(torch, "compile", lambda function, dynamic, **given: asked.append(dynamic) or function)
+    for length in (40, 50):
+        call = AttentionCall(*make(2, length, length), **options)
+        call._spec = call.spec._replace(device=device)
+        flex_module._attend_for(call)
+        assert any("kind and size" in note for note in flex.notes(call.spec)) == (apart and device == "cpu")
+    assert asked == ([False, False] if apart and device == "cpu" else [None])
 
 
 def test_inside_somebody_elses_compiled_region(uncompiled):

@@ -132,8 +132,8 @@ _compiled: dict[tuple, Callable] = {}
 def _attend_for(call: AttentionCall) -> Callable:
     """`_attend`, compiled for calls of this kind.
 
-    Each kind gets a code object of its own, since the compiler counts compilations by code object and runs uncompiled after a few.
-    What it would compile anew for anyhow is part of the kind: sizes of 1, one block, whole blocks.
+    Each kind gets a code object of its own, since the compiler counts compilations by code object and gives up after a few.
+    What it would compile anew for anyhow is part of the kind: sizes of 1, one block, whole blocks; and every size, if need be.
     """
     spec = call.spec
     if spec.compiling:
@@ -147,11 +147,24 @@ def _attend_for(call: AttentionCall) -> Callable:
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
     )
+    apart = _apart(spec)
+    if apart:
+        kind += (call.batch, lengths)
     found = _compiled.get(kind)
     if found is None:
         code = _attend.__code__.replace(co_name=f"flex_attend_{len(_compiled)}")
-        found = _compiled.setdefault(kind, torch.compile(types.FunctionType(code, globals()), fullgraph=True))
+        found = _compiled.setdefault(
+            kind, torch.compile(types.FunctionType(code, globals()), fullgraph=True, dynamic=False if apart else None)
+        )
     return found
+
+
+def _apart(spec: AttentionSpec) -> bool:
+    """Whether each size is compiled on its own: in torch's CPU kernel, sizes that are symbols must not be those of a tensor that the mods read.
+
+    Its template puts the block's size where the name of such a symbol is the same or begins alike: that is no C++, or finds indices out of bounds.
+    """
+    return spec.device == "cpu" and (spec.padded or spec.mask is not None or spec.bias is not None or spec.alibi == "rows")
 
 
 # ---------------------------------------------------------------------- the claims
@@ -204,7 +217,7 @@ def _priority(spec: AttentionSpec) -> int:
 
 
 def _notes(spec: AttentionSpec) -> Sequence[str]:
-    notes = ["compiles a kernel at the first call of a kind, which takes seconds"]
+    notes = [f"compiles a kernel at the first call of a {'kind and size' if _apart(spec) else 'kind'}, which takes seconds"]
     if spec.device == "cuda" and min(spec.head_dim, spec.value_dim) < SMALLEST_ON_CUDA:
         notes.append(f"pads head dims below {SMALLEST_ON_CUDA} in copies of query, key and value")
     if spec.padded and not spec.finite_padding:
