@@ -331,15 +331,15 @@ class Functions:
     """The two functions for dense tensors, which write down who was called."""
 
     def __init__(self):
-        self.called = []
+        self.called, self.options = [], {}
 
     def flash_attn_func(self, query, key, value, **options):
         self.called.append("dense")
         return query
 
     def flash_attn_with_kvcache(self, query, key, value, cache_seqlens=None, **options):
-        assert cache_seqlens is None
         self.called.append("cached")
+        self.options = options
         return query
 
 
@@ -361,3 +361,34 @@ def test_the_function_for_dense_tensors(module, queries, gradients, way, monkeyp
     tensors = [torch.zeros(1, queries, 2, 8, requires_grad=gradients) for _ in range(3)]
     module._dense(AttentionCall(*tensors, causal=True), *tensors)
     assert functions.called == [way]
+
+
+@pytest.mark.parametrize(
+    ("version", "queries", "capturing", "named"),
+    [
+        ("2.8.3", 1, False, True),
+        ("2.8.3", 64, False, True),
+        ("2.8.3", 65, False, False),
+        ("2.5.9", 1, False, False),
+        ("2.8.3", 1, True, False),
+    ],
+)
+def test_few_queries_take_the_kernel_that_splits_keys(version, queries, capturing, named, monkeypatch):
+    """flash-attn 2 takes it for a buffer whose rows are named, if only as what they are, and not inside of a graph that meets them first."""
+    functions = Functions()
+    monkeypatch.setattr(flash2._Found, "where", Library("a library", version, functions))
+    monkeypatch.setattr(flash2._Found, "kernels", flash2.kernels(version), raising=False)
+    monkeypatch.setattr(flash2, "_rows", {})
+    tensors = [torch.zeros(3, n, 2, 8) for n in (queries, 80, 80)]
+    call = AttentionCall(*tensors, causal=True, key_lengths=torch.tensor([80, 7, 0]))
+    call._spec = call.spec._replace(capturing=capturing)
+    flash2._cached(call, *tensors, call.key_lengths, None, None)
+    rows = functions.options.get("cache_batch_idx")
+    assert (rows is not None) == named
+    if named:
+        assert rows.tolist() == [0, 1, 2] and rows.dtype == torch.int32
+        call._spec = call.spec._replace(capturing=True)
+        flash2._cached(call, *tensors, call.key_lengths, None, None)
+        assert functions.options["cache_batch_idx"] is rows
+    flash2._cached(call, *tensors, call.key_lengths, None, torch.zeros(3, 1, dtype=torch.int32))
+    assert "cache_batch_idx" not in functions.options
