@@ -114,11 +114,13 @@ def run_flash(call: AttentionCall, kernels: Kernels) -> Output:
 
 def fitted(call: AttentionCall, kernels: Kernels, query, key, value) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Head dims as the kernels take them, multiples of 8, with zeros; the scale stays that of the true one."""
-    head_dim, value_dim = _eight(call.head_dim), _eight(call.value_dim)
-    if not kernels.value_dim(head_dim, value_dim, bool(call.spec.gradients)):
+    spec = call.spec
+    head_dim, value_dim = _eight(spec.head_dim), _eight(spec.value_dim)
+    if not kernels.value_dim(head_dim, value_dim, bool(spec.gradients)):
         head_dim = value_dim = max(head_dim, value_dim)
-    sizes = (head_dim, head_dim, value_dim)
-    return tuple(_fitted(t, n, call.spec) for t, n in zip((query, key, value), sizes))
+    if spec.unit_stride and spec.aligned and head_dim == spec.head_dim and value_dim == spec.value_dim:
+        return query, key, value
+    return _fitted(query, head_dim, spec), _fitted(key, head_dim, spec), _fitted(value, value_dim, spec)
 
 
 def _fitted(tensor: torch.Tensor, size: int, spec: AttentionSpec) -> torch.Tensor:
