@@ -7,6 +7,7 @@ regions they stay: there the compiler fuses them. Triton comes with torch for CU
 from __future__ import annotations
 
 import functools
+import operator
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -52,7 +53,7 @@ def in_one_launch(
         key.data_ptr(), value.data_ptr(), keys.data_ptr(), values.data_ptr(), unused, unused if asked is None else asked.data_ptr(),
         unused if counts is None else counts.data_ptr(), unused if table is None else table.data_ptr(),
     )  # fmt: skip
-    aligned = not any(pointer % 16 for pointer in pointers)
+    aligned = not functools.reduce(operator.or_, pointers) % 16
     counted = counts if counts is None else counts.dtype
     # Strides and alignment are part of what the kernel is compiled for.
     kind = (key.dtype, key.shape, value.shape, key.stride(), value.stride(), key.device, counted, table is None, aligned)
