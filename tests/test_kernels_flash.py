@@ -139,6 +139,55 @@ def test_switches_of_a_flash3_build():
     assert less.dtypes == (torch.bfloat16,) and less.head_dim.largest == 192
     assert words(everything, spec(capability=(8, 0))) == {"capability"}
     assert words(everything, spec(dim=256, gradients=True, deterministic=True)) == {"deterministic"}
+    unlengthed = flash3.claims({"FLASHATTENTION_DISABLE_VARLEN": True})
+    assert not {Feature.PACKED, Feature.KEY_LENGTHS, Feature.PAGED} & set(unlengthed.features), "pages are read by their lengths"
+
+
+def built(*sizes, wide=True, narrow=True) -> dict[str, bool]:
+    """The switches of a flash-attn 3 with kernels for these head dims, as its setup.py names them."""
+    off = {f"FLASHATTENTION_DISABLE_HDIM{size}": size not in sizes for size in (64, 96, 128, 192, 256)}
+    return off | {"FLASH_ATTENTION_DISABLE_HDIMDIFF64": not wide, "FLASH_ATTENTION_DISABLE_HDIMDIFF192": not narrow}
+
+
+@pytest.mark.parametrize(
+    ("flags", "head_dim", "value_dim", "native"),
+    [
+        (built(64, 96, 128, 192, 256), 64, 512, True),
+        (built(64, 96, 128, 192, 256), 192, 128, True),
+        (built(64, 96, 128, 192, 256), 192, 96, False),
+        (built(64, 96, 128, 192, 256), 96, 64, False),
+        (built(64, 128, wide=False), 64, 128, False),
+        (built(64, 128, wide=False), 64, 32, True),
+        (built(64, 128, wide=False), 32, 64, True),
+        (built(96, 128), 64, 256, False),
+        (built(96, 128), 64, 32, False),
+        (built(64, 128, 256), 192, 128, False),
+        (built(64, 192), 128, 112, False),
+    ],
+)
+def test_head_dims_that_a_flash3_build_takes_as_they_are(flags, head_dim, value_dim, native):
+    """The wide and the narrow kernels are reached through those of 64 and 192: without these, others would be run on the wrong dims."""
+    assert flash3.takes_dims(head_dim, value_dim, False, flags) == native
+    assert flash3.takes_dims(head_dim, head_dim, True, flags)
+    assert not flash3.takes_dims(head_dim, value_dim, True, flags)
+
+
+def test_a_flash3_build_pads_to_no_head_dim_that_it_lacks():
+    small = flash3.claims(built(64, 128, wide=False))
+    assert not words(small, spec(dim=96)) and not words(small, spec(dim=128)) and words(small, spec(dim=136)) == {"head_dim"}
+    other = spec(dim=64)._replace(value_dim=128)
+    assert not words(small, other) and words(small, other._replace(value_dim=136)) == {"value_dim"}
+    assert not words(flash3.claims(built(64)), other), "the kernel for wide values"
+    assert words(flash3.claims(built(64)), other._replace(gradients=("query",))) == {"value_dim"}
+
+
+def test_deterministic_gradients_of_flash3_by_the_kernel_that_is_run():
+    asked = spec(dim=96, gradients=True, deterministic=True)
+    assert not words(flash3.claims(built(64, 128)), asked)
+    (reason,) = flash3.claims(built(64, 256)).reasons_against(asked)
+    assert reason.what == "deterministic" and "64 or less" in reason.supported
+    wide = spec(dim=64, gradients=True, deterministic=True)._replace(value_dim=256)
+    assert words(flash3.claims({}), wide) == {"deterministic"}
 
 
 def test_cards_of_flash4():

@@ -30,6 +30,7 @@ from .order import FEW, rank_of
 from .sdpa import rows_fit
 
 INSTALL = "build flash-attention/hopper (python setup.py install), or pip install fa3-fwd for bfloat16 without a backward pass"
+_SIZES = (64, 96, 128, 192, 256)
 _INTERFACES = ("flash_attn_interface", "flash_attn_3.flash_attn_interface", "fa3_fwd_interface")
 
 
@@ -103,13 +104,24 @@ def _options(call: AttentionCall) -> dict:
     return options
 
 
+def kernel_for(head_dim: int, flags: Mapping[str, bool]) -> int | None:
+    """The head dim of the kernel that is run: the smallest of this build that holds it."""
+    return next((size for size in _SIZES if head_dim <= size and not flags.get(f"FLASHATTENTION_DISABLE_HDIM{size}")), None)
+
+
 def takes_dims(head_dim: int, value_dim: int, gradients: bool, flags: Mapping[str, bool]) -> bool:
-    """The pairs that have a kernel of their own, forward; others are padded."""
+    """The pairs that have a kernel of their own, forward; others are padded.
+
+    The library asks which kernel for a head dim is there first, and for that of 64 or 192 then, which it has for other value dims.
+    """
     if head_dim == value_dim:
         return True
-    wide = head_dim <= 64 and value_dim <= 512 and not flags.get("FLASH_ATTENTION_DISABLE_HDIMDIFF64")
-    narrow = 128 < head_dim <= 192 and 96 < value_dim <= 128 and not flags.get("FLASH_ATTENTION_DISABLE_HDIMDIFF192")
-    return not gradients and (wide or narrow)
+    if gradients:
+        return False
+    kernel = kernel_for(head_dim, flags)
+    if kernel == 64:
+        return value_dim <= 64 or (value_dim <= 512 and not flags.get("FLASH_ATTENTION_DISABLE_HDIMDIFF64"))
+    return kernel == 192 and head_dim > 128 and 96 < value_dim <= 128 and not flags.get("FLASH_ATTENTION_DISABLE_HDIMDIFF192")
 
 
 def run_flash3(call: AttentionCall) -> Output:
@@ -153,20 +165,21 @@ def claims(flags: Mapping[str, bool]) -> Capabilities:
             Feature.KEY_STARTS: NATIVE,
             Feature.PACKED: NATIVE,
         }
-    gained = {"LOCAL": Feature.WINDOW, "SOFTCAP": Feature.SOFTCAP, "PAGEDKV": Feature.PAGED, "BACKWARD": Feature.BACKWARD}
+        if built("PAGEDKV"):
+            features[Feature.PAGED] = NATIVE
+    gained = {"LOCAL": Feature.WINDOW, "SOFTCAP": Feature.SOFTCAP, "BACKWARD": Feature.BACKWARD}
     features |= {feature: NATIVE for switch, feature in gained.items() if built(switch)}
-    largest = max((size for size in (64, 96, 128, 192, 256) if built(f"HDIM{size}")), default=0)
     return Capabilities(
         features=features,
         devices=("cuda",),
         dtypes=(torch.float16, torch.bfloat16) if built("FP16") else (torch.bfloat16,),
-        head_dim=Dims(largest=largest),
+        head_dim=Dims(largest=_largest(flags)),
         value_dim=Dims(largest=512),
         smallest_capability=(9, 0),
         largest_capability=(9, 0),
         rules=(
-            rows_fit, dropped_padding_must_fit(here), padding_needs_the_host(here), pages_rule(1), no_sink_gradients, _deterministic,
-            functools.partial(_dims, flags),
+            rows_fit, dropped_padding_must_fit(here), padding_needs_the_host(here), pages_rule(1), no_sink_gradients,
+            functools.partial(_deterministic, flags), functools.partial(_dims, flags),
         ),
     )  # fmt: skip
 
@@ -176,16 +189,22 @@ def _value_dim(flags: Mapping[str, bool], spec: AttentionSpec) -> Support:
     return NATIVE if native else EMULATED("pads the smaller of head dim and value dim")
 
 
+def _largest(flags: Mapping[str, bool], below: int = 257) -> int:
+    return max((size for size in _SIZES if size < below and not flags.get(f"FLASHATTENTION_DISABLE_HDIM{size}")), default=0)
+
+
 def _dims(flags: Mapping[str, bool], spec: AttentionSpec) -> Reason | None:
-    native = takes_dims(spec.head_dim, spec.value_dim, bool(spec.gradients), flags)
-    if not native and spec.value_dim > 256:
-        return Reason("value_dim", f"{spec.value_dim} with head dim {spec.head_dim}", "256; 512 with a head dim of 64 or less, forward")
-    return None
+    largest = _largest(flags)
+    if spec.value_dim <= largest or takes_dims(spec.head_dim, spec.value_dim, bool(spec.gradients), flags):
+        return None
+    wide = "; 512 with a head dim of 64 or less, forward" if takes_dims(64, 512, False, flags) else ""
+    return Reason("value_dim", f"{spec.value_dim} with head dim {spec.head_dim}", f"{largest}{wide}")
 
 
-def _deterministic(spec: AttentionSpec) -> Reason | None:
-    if spec.deterministic and spec.gradients and max(spec.head_dim, spec.value_dim) > 192:
-        return Reason(Feature.DETERMINISTIC.value, f"gradients with head dim {spec.head_dim}", "192 or less")
+def _deterministic(flags: Mapping[str, bool], spec: AttentionSpec) -> Reason | None:
+    size = max(spec.head_dim, spec.value_dim)
+    if spec.deterministic and spec.gradients and kernel_for(size, flags) == 256:
+        return Reason(Feature.DETERMINISTIC.value, f"gradients with head dim {size}", f"{_largest(flags, 256)} or less")
     return None
 
 
