@@ -139,6 +139,7 @@ def test_switches_of_a_flash3_build():
     assert less.dtypes == (torch.bfloat16,) and less.head_dim.largest == 192
     assert words(everything, spec(capability=(8, 0))) == {"capability"}
     assert words(everything, spec(dim=256, gradients=True, deterministic=True)) == {"deterministic"}
+    assert Feature.COMPILE in everything.features and Feature.COMPILE not in flash3.claims(None).features
     unlengthed = flash3.claims({"FLASHATTENTION_DISABLE_VARLEN": True})
     assert not {Feature.PACKED, Feature.KEY_LENGTHS, Feature.PAGED} & set(unlengthed.features), "pages are read by their lengths"
 
@@ -147,6 +148,39 @@ def built(*sizes, wide=True, narrow=True) -> dict[str, bool]:
     """The switches of a flash-attn 3 with kernels for these head dims, as its setup.py names them."""
     off = {f"FLASHATTENTION_DISABLE_HDIM{size}": size not in sizes for size in (64, 96, 128, 192, 256)}
     return off | {"FLASH_ATTENTION_DISABLE_HDIMDIFF64": not wide, "FLASH_ATTENTION_DISABLE_HDIMDIFF192": not narrow}
+
+
+SWITCHES = {
+    *(f"FLASHATTENTION_DISABLE_{name}" for name in ("BACKWARD", "SPLIT", "PAGEDKV", "APPENDKV", "LOCAL", "SOFTCAP", "PACKGQA")),
+    *(f"FLASHATTENTION_DISABLE_{name}" for name in ("FP16", "FP8", "VARLEN", "CLUSTER", "SM8x")),
+    *(f"FLASHATTENTION_DISABLE_HDIM{size}" for size in (64, 96, 128, 192, 256)),
+    *("FLASHATTENTION_ENABLE_VCOLMAJOR", "FLASH_ATTENTION_DISABLE_HDIMDIFF64", "FLASH_ATTENTION_DISABLE_HDIMDIFF192"),
+}
+"""As flash-attention/hopper/setup.py writes them down, the last two with one underscore more."""
+
+
+class Asked(dict):
+    """Switches that remember which were asked for."""
+
+    def get(self, name, default=None):
+        self.setdefault("names", set()).add(name)
+        return super().get(name, default)
+
+
+def test_every_switch_that_flash3_reads_is_one_of_a_build():
+    flags = Asked({"FLASHATTENTION_DISABLE_FP8": True})
+    flash3.claims(flags)
+    for dims in ((64, 128), (192, 128)):
+        flash3.takes_dims(*dims, False, flags)
+    asked = flags["names"]
+    assert asked <= SWITCHES and {"FLASH_ATTENTION_DISABLE_HDIMDIFF64", "FLASH_ATTENTION_DISABLE_HDIMDIFF192"} <= asked
+
+
+@pytest.mark.parametrize("distribution", ["flash-attn-3", "fa3-fwd"])
+def test_true_switches_of_flash3(distribution):
+    path = files_of(distribution, "flash_attn_config.py" if distribution == "flash-attn-3" else "fa3_fwd_config.py")
+    written = next(n.value for n in ast.parse(path.read_text()).body if isinstance(n, ast.Assign) and n.targets[0].id == "CONFIG")
+    assert set(ast.literal_eval(written)["build_flags"]) == SWITCHES
 
 
 @pytest.mark.parametrize(
@@ -342,8 +376,9 @@ def test_true_signatures_of_flash4(name):
     assert set(flash4.NEEDED[name]) <= signature_in(files_of("flash-attn-4", "flash_attn/cute/interface.py"), name)
 
 
-def test_true_signatures_of_flash3():
-    path = files_of("fa3-fwd", "fa3_fwd_interface.py")
+@pytest.mark.parametrize(("distribution", "name"), [("flash-attn-3", "flash_attn_interface.py"), ("fa3-fwd", "fa3_fwd_interface.py")])
+def test_true_signatures_of_flash3(distribution, name):
+    path = files_of(distribution, name)
     asked = {"softmax_scale", "causal", "window_size", "softcap"}
     assert asked | {"deterministic", "return_attn_probs"} <= signature_in(path, "flash_attn_func")
     names = {"cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"}
