@@ -235,6 +235,11 @@ def test_one_query_prefers_split_keys():
     lone, prefill = spec(1, 8, causal=True)._replace(sizes=(2, 1, 4096)), spec(causal=True)
     assert flash4.flash4.rank(lone) < flash2.flash2.rank(lone)
     assert flash4.flash4.rank(prefill) > flash2.flash2.rank(prefill)
+    assert flash3.flash3.rank(prefill._replace(compiling=True, sizes=None)) > flash2.flash2.rank(
+        prefill._replace(compiling=True, sizes=None)
+    )
+    compiled = lone._replace(compiling=True, sizes=None)
+    assert flash3.flash3.rank(compiled) < flash2.flash2.rank(compiled)
 
 
 # ---------------------------------------------------------------------- environments, each in a process of its own
