@@ -89,7 +89,8 @@ def run_flash(call: AttentionCall, kernels: Kernels) -> Output:
         tensors = fitted(call, kernels, rows.query, rows.key, value)
         if spec.alibi == "rows" and way == "runs":
             call = call.replaced(alibi_slopes=rows.by_segment(call.alibi_slopes), _spec=spec)
-        output, lse = kernels.segments(call, *tensors, rows.cu_query, rows.cu_key, longest_query, longest_key)
+        tensors = _apart(call, *tensors, rows.cu_query, rows.cu_key)
+        output, lse = kernels.segments(call, *tensors, longest_query, longest_key)
         output = rows.restored(output[..., : call.value_dim])
         lse = rows.restored_lse(_normal(lse)) if call.return_lse or call.sinks is not None else None
         return _finished(call, output, lse, way)
@@ -107,7 +108,7 @@ def run_flash(call: AttentionCall, kernels: Kernels) -> Output:
         if call.query_mask is not None and spec.gradients and not spec.finite_padding:
             # A NaN in a padded query would reach the gradients of the keys, as 0 * NaN.
             query = query.masked_fill(~call.query_mask[:, :, None, None], 0.0)
-        output, lse = kernels.dense(call, *fitted(call, kernels, query, call.key, call.value))
+        output, lse = kernels.dense(call, *_apart(call, *fitted(call, kernels, query, call.key, call.value)))
     lse = _normal(lse) if call.return_lse or call.sinks is not None else None
     return _finished(call, output[..., : call.value_dim], lse, way)
 
@@ -128,6 +129,11 @@ def _fitted(tensor: torch.Tensor, size: int, spec: AttentionSpec) -> torch.Tenso
         return widened(tensor, size)
     # The kernels read 16 bytes at a time along a last dimension of stride 1.
     return tensor if spec.unit_stride and spec.aligned else tensor.clone(memory_format=torch.contiguous_format)
+
+
+def _apart(call: AttentionCall, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Each an object of its own: the compiler traces no function with a backward of its own that is given one of them twice."""
+    return tuple(t.view_as(t) for t in tensors) if call.spec.compiling and call.spec.gradients else tensors
 
 
 def _eight(size: int) -> int:
