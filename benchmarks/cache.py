@@ -288,54 +288,72 @@ def by_hand_paged(query, new, key, value, room: int) -> dict[str, Callable]:
     }
 
 
+TURNS = 40
+"""Calls of each function in a column at most, beside two before them. Caches start half as many short of the past, and so hold it on average."""
+
+
 @torch.no_grad()
-def on_a_gpu(batch, past, heads=32, key_heads=8, dim=128, dtype=torch.bfloat16, room=320) -> dict:
+def on_a_gpu(batch, past, heads=32, key_heads=8, dim=128, dtype=torch.bfloat16, room=3 * TURNS) -> dict:
     drawn = lambda n, h: torch.randn(batch, n, h, dim, device="cuda", dtype=dtype)
     query, key, value = drawn(1, heads), drawn(past, key_heads), drawn(past, key_heads)
     new = drawn(1, key_heads), drawn(1, key_heads)
-    groups = {
-        "alone, cut": alone_cut(query, key, value),
-        "alone": alone(query, key, value, room),
-        "alone, paged": alone_paged(query, key, value, room),
-        "by hand": by_hand(query, new, key, value, room),
-        "by hand, paged": by_hand_paged(query, new, key, value, room),
-        "attnreg": {},
-    }
-    for name, (cache, _) in kinds_for(batch, past, room, key_heads, dim, dtype, "cuda").items():
-        if name in ("static", "paged"):
-            fill(cache[0], key, value)
-            groups["attnreg"][name] = lambda cache=cache: attention(query, *new, cache=cache[0], causal=True)
-    functions = {name: function for group in groups.values() for name, function in group.items()}
-    chosen, problems = {}, []
-    for name in list(functions):
-        try:
-            functions[name]()
-            torch.cuda.synchronize()
-            chosen[name] = last_selection().chosen.name if name in groups["attnreg"] else ""
-        except Exception as error:
-            problems.append(f"{name}: {type(error).__name__}: {str(error).splitlines()[0]}")
-            del functions[name]
-    growing = {GROWING: functions.pop(GROWING)}
-    columns = {"on the card": interleaved(functions, seconds=2.0, most=40), "chained": chained(functions)}
-    columns["chained"] |= chained(growing, rounds=1, repeats=5)
-    replays, steps = {}, {name: launches(function) for name, function in functions.items()}
+
+    def made() -> dict[str, dict[str, Callable]]:
+        """The functions, in groups, each with a state of its own as it is at the start."""
+        begun = key[:, : -TURNS // 2], value[:, : -TURNS // 2]
+        groups = {
+            "alone, cut": alone_cut(query, key, value),
+            "alone": alone(query, key, value, room),
+            "alone, paged": alone_paged(query, key, value, room),
+            "by hand": by_hand(query, new, *begun, room),
+            "by hand, paged": by_hand_paged(query, new, *begun, room),
+            "attnreg": {},
+        }
+        for name, (cache, _) in kinds_for(batch, past, room, key_heads, dim, dtype, "cuda").items():
+            if name in ("static", "paged"):
+                fill(cache[0], *begun)
+                groups["attnreg"][name] = lambda cache=cache: attention(query, *new, cache=cache[0], causal=True)
+        return groups
+
+    groups = made()
+    members = {group: list(functions) for group, functions in groups.items()}
+    chosen, problems, steps = {}, [], {}
+    columns = {"on the card": {}, "chained": chained({GROWING: groups["alone, cut"].pop(GROWING)}, rounds=1, repeats=5)}
+    for functions in groups.values():
+        for name, function in functions.items():
+            try:
+                function()
+                torch.cuda.synchronize()
+                chosen[name] = last_selection().chosen.name if functions is groups["attnreg"] else ""
+                steps[name] = launches(function)
+            except Exception as error:
+                problems.append(f"{name}: {type(error).__name__}: {str(error).splitlines()[0]}")
+    del groups, functions, function
+
+    def fresh() -> dict[str, Callable]:
+        torch.cuda.empty_cache()
+        return {name: function for functions in made().values() for name, function in functions.items() if name in steps}
+
+    columns["on the card"] = interleaved(fresh(), seconds=2.0, most=TURNS)
+    columns["chained"] |= chained(fresh(), repeats=TURNS // 4)
+    functions, replays = fresh(), {}
     for name in functions:
         if name != "paged":  # which pages are written, the host decides
             try:
                 replays[name] = captured(functions[name])
             except Exception as error:
                 problems.append(f"{name}, captured: {type(error).__name__}: {str(error).splitlines()[0]}")
-    columns["in a CUDA graph"] = interleaved(replays, seconds=2.0, most=40)
+    columns["in a CUDA graph"] = interleaved(replays, seconds=2.0, most=TURNS)
 
     def best(column, group):
-        return min((columns[column][n] for n in groups[group] if n in columns[column]), default=float("nan"))
+        return min((columns[column][n] for n in members[group] if n in columns[column]), default=float("nan"))
 
     rows = []
-    for group, members in groups.items():
-        for name in members:
-            if name not in functions and name not in growing:
+    for group, names in members.items():
+        for name in names:
+            if not any(name in times for times in columns.values()):
                 continue
-            row = {"group": group, "row": name, "chosen": chosen[name], "launches": steps.get(name, [])}
+            row = {"group": group, "row": name, "chosen": chosen.get(name, ""), "launches": steps.get(name, [])}
             for column, times in columns.items():
                 if name in times:
                     paged = ", paged" if name == "paged" or group.endswith("paged") else ""
