@@ -21,6 +21,8 @@ from attnreg.spec import Feature
 
 CALLS: list[dict] = []
 OPERATORS = flash3_double.define("flash3_double", CALLS)
+HERE = flash3.flash3.reason_missing, flash3.flash3.claims
+"""Asked before anything is doubled: a backend asks its library once, and other tests shall find what is really installed."""
 
 
 @pytest.fixture(params=["functions", "operator"])
@@ -84,6 +86,7 @@ def test_the_operator_is_given_what_the_functions_give_it(options, monkeypatch):
     )
 
 
+@pytest.mark.skipif(hasattr(torch.ops.flash_attn_3, "fwd"), reason="the true operators are loaded here")
 def test_an_operator_of_other_arguments_is_left_alone():
     older = torch.library.Library("flash_attn_3", "FRAGMENT")
     older.define("fwd(Tensor q, Tensor k, Tensor v, float? softmax_scale = None) -> Tensor[]")
