@@ -40,9 +40,19 @@ class Tally:
     def add(self, spec: AttentionSpec, quantity: str, error: Error) -> None:
         dtype = str(spec.dtype).removeprefix("torch.")
         for feature in spec.features or ("plain",):
-            key = (str(feature), dtype, quantity)
-            if key not in self.worst or error.share > self.worst[key].share:
-                self.worst[key] = error
+            self._worse((str(feature), dtype, quantity), error)
+
+    def join(self, other: Tally) -> None:
+        """Adds what another process counted."""
+        self.cases += other.cases
+        self.refused += other.refused
+        self.kinds |= other.kinds
+        for key, error in other.worst.items():
+            self._worse(key, error)
+
+    def _worse(self, key: tuple[str, str, str], error: Error) -> None:
+        if key not in self.worst or error.share > self.worst[key].share:
+            self.worst[key] = error
 
 
 def choose(backend: Backend, call: AttentionCall) -> Selection:
