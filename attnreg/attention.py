@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import inspect
 import threading
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd import forward_ad
 
 from . import arrays, plans, policy, registry
-from .backend import Output
+from .backend import Backend, Output
 from .cache.segments import in_rows
 from .call import AttentionCall
 from .checks.options import take_lengths
@@ -183,8 +184,7 @@ def attention(
                 options = plans.optional(query_mask, key_mask, mask, bias, alibi_slopes, sinks)
                 asked = (*asked[:-2], tuple(map(signature_of, options.values())), asked[-1])
             plan = plans.plan_of(asked, query, key, value, call, selection)
-        function = run if cache is None else run_appending
-        result = function(call, selection.chosen, selection.run)
+        result = _run(call, selection.chosen, selection.run)
         # Once it has gone well, since what is remembered is not looked at again.
         if plan is not None:
             plans.remember(remembered, plan, query, key)
@@ -202,7 +202,9 @@ def attention(
     _last.selection = plan.selection
     if step is not None:
         call.see(cache, step)
-        return run_appending(call, plan.selection.chosen, plan.selection.run)
+        if plan.run is not None and plan.layout == layout:
+            return run_appending(plan.run, call)
+        return _run(call, plan.selection.chosen, plan.selection.run)
     if plan.run is None:
         return run(call, plan.selection.chosen, plan.selection.run)
     if plan.layout == layout:
@@ -264,9 +266,12 @@ _OPTIONS = {
 _CALL_OPTIONS = tuple(name for name in _OPTIONS if name != "backend")
 
 
+def _run(call: AttentionCall, backend: Backend, function: Callable[[AttentionCall], Output]) -> Output:
+    return run(call, backend, function) if call.cache is None else run_appending(run, call, backend, function)
+
+
 def _traced(arguments: dict[str, Any]) -> Output:
     """The same three steps under torch.compile."""
     call = _checked(arguments)
     backend = choose_while_tracing(call, arguments["backend"], arguments["layer"])
-    function = run if call.cache is None else run_appending
-    return function(call, backend, backend.run)
+    return _run(call, backend, backend.run)

@@ -96,7 +96,8 @@ class Capabilities:
 
     `rules` refuse what single claims can't say, such as two features that exclude each other; each is a pure function of the
     spec that returns a `Reason` or None. `bound` is the error bound of an approximate backend, as a multiple of the measured
-    tolerance (contract, "Numbers"); None means exact.
+    tolerance (contract, "Numbers"); None means exact. `exceptions` are the checks of the conformance suite that an approximate
+    backend fails by its nature, each with the reason in words: they are run, must fail, and stand in its certificate.
     """
 
     features: Mapping[Feature, Claim]
@@ -108,6 +109,7 @@ class Capabilities:
     largest_capability: tuple[int, int] | None = None
     rules: tuple[Rule, ...] = field(default=())
     bound: float | None = None
+    exceptions: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name, support in self.features.items():
@@ -116,6 +118,13 @@ class Capabilities:
                     f"features: a claim maps a Feature to NATIVE or EMULATED(cost), got {name!r}: {support!r}; "
                     f"the features are {', '.join(Feature)}"
                 )
+        if self.exceptions and self.bound is None:
+            raise ValueError(
+                f"exceptions: only beside a bound, got {dict(self.exceptions)!r}: who does not keep the whole contract must be left out "
+                "of automatic choice; declare bound=1.0 if the numbers are exact"
+            )
+        if not all(isinstance(why, str) and why for why in self.exceptions.values()):
+            raise ValueError(f"exceptions: a check's name with the reason why it fails in words, got {dict(self.exceptions)!r}")
 
     def reasons_against(self, spec: AttentionSpec) -> tuple[Reason, ...]:
         """Every reason why this backend can't give exactly what the spec asks; empty means it can."""

@@ -210,6 +210,8 @@ def check(
     kinds: Annotated[
         int | None, typer.Option(min=1, help="For kernels that are compiled: kinds of calls for each check; 1 makes the fewest.")
     ] = None,
+    jobs: Annotated[int, typer.Option(help="Processes that share the calls out; for an installed plugin.", min=1)] = 1,
+    seconds: Annotated[float | None, typer.Option(help="Begin no call after so many; what was cut short says so.", min=1)] = None,
     report: Annotated[Path | None, typer.Option(help="Write the certificate there, as JSON.")] = None,
 ) -> None:
     """The conformance suite on one backend: equal to the reference in all that it claims, refusing all that it does not."""
@@ -241,20 +243,22 @@ def check(
                 if outcome.result == "failed":
                     failed.append(outcome)
 
-            result = run_checks(
-                name, device=device, dtypes=[_dtype(d) for d in dtype] if dtype else None, profile=amount, progress=progress
-            )
+            dtypes = [_dtype(d) for d in dtype] if dtype else None
+            result = run_checks(name, device=device, dtypes=dtypes, profile=amount, progress=progress, jobs=jobs, seconds=seconds)
     except (LookupError, ValueError) as error:
         raise typer.BadParameter(str(error.args[0])) from error
     if report:
         result.write(str(report))
     for outcome in failed:
         console.print(f"[red]failed[/red]  {escape(outcome.name)}\n{escape(outcome.text)}\n", soft_wrap=True)
-    counts = {word: sum(outcome.result == word for outcome in result.outcomes) for word in ("passed", "failed", "skipped")}
+    words = ("passed", "failed", "skipped", "excepted")
+    counts = {word: sum(outcome.result == word for outcome in result.outcomes) for word in words}
+    if not counts["excepted"]:
+        del counts["excepted"]
     cases = sum(outcome.cases for outcome in result.outcomes)
     for outcome in result.outcomes:
-        if outcome.result == "skipped":
-            console.print(f"skipped  {outcome.name}: {escape(outcome.text)}", soft_wrap=True)
+        if outcome.text and outcome.result != "failed":
+            console.print(f"{outcome.result}  {escape(outcome.name)}: {escape(outcome.text)}", soft_wrap=True)
     console.print(f"{name} on {device}: {', '.join(f'{n} checks {word}' for word, n in counts.items())}; {cases} calls")
     drawn = result.tally.drawn()
     dims = ", ".join(

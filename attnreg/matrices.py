@@ -46,6 +46,8 @@ def certificate(report: dict[str, Any]) -> Cells:
 def headline(report: dict[str, Any]) -> str:
     """What a certificate is of: backend, device, verdict, how much was run, and the versions that it holds for."""
     verdict = "passed" if report["passed"] else "failed"
+    if excepted := [check["name"] for check in report["checks"] if check["result"] == "excepted"]:
+        verdict += f" but for {', '.join(excepted)}, as declared"
     versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
     return f"{report['backend']} on {report['device']}: {verdict}, {report['cases']} calls ({report['profile']}); {versions}"
 

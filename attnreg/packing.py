@@ -15,7 +15,7 @@ import torch
 from . import visibility
 from .capabilities import Reason
 from .checks.numbers import whole_numbers
-from .looked import Looked
+from .looked import Looked, readable
 from .spec import AttentionSpec, Feature
 
 if TYPE_CHECKING:
@@ -43,7 +43,8 @@ class Padding:
     lengths: (B,) int32, the number of real tokens in each row, on the mask's device.
     host_lengths: the same as Python numbers, where the host knows them.
 
-    The mask stays as it is: after a change in place, of a tensor that it shares memory with too, a call raises ValueError.
+    What is declared is compared with the mask where the host can read it, on a CPU; on a device it is the caller's word. The mask stays as it
+    is: after a change in place, of a tensor that it shares memory with too, a call raises ValueError.
     """
 
     def __init__(
@@ -52,6 +53,9 @@ class Padding:
         if form not in FORMS:
             raise ValueError(f"form: one of {', '.join(FORMS)}, got {form!r}")
         _check_mask(mask)
+        _check_lengths(mask, lengths, host_lengths)
+        if mask.device.type == "cpu" and readable(mask):
+            _check_claims(mask, form, lengths, host_lengths)
         self.mask = mask
         self.form = form
         self.lengths = mask.sum(1, dtype=torch.int32) if lengths is None else lengths
@@ -161,6 +165,34 @@ def _check_mask(mask: Any) -> None:
         raise TypeError(f"mask: a (B, S) bool tensor, True = a real token, got {type(mask).__name__}")
     if mask.dtype != torch.bool or mask.dim() != 2:
         raise TypeError(f"mask: a (B, S) bool tensor, True = a real token, got {mask.dtype} of shape {tuple(mask.shape)}; use mask.bool()")
+
+
+def _check_lengths(mask: torch.Tensor, lengths: Any, host_lengths: Any) -> None:
+    rows = mask.shape[0]
+    if host_lengths is not None and len(host_lengths) != rows:
+        raise ValueError(f"host_lengths: one number for each of the mask's {rows} rows, got {host_lengths}")
+    if lengths is None:
+        return
+    if not isinstance(lengths, torch.Tensor):
+        raise TypeError(f"lengths: a (B,) tensor of integers, got {type(lengths).__name__}; Padding.from_lengths takes Python numbers")
+    if lengths.dtype.is_floating_point or lengths.dtype.is_complex or lengths.dtype == torch.bool:
+        raise TypeError(f"lengths: a (B,) tensor of integers, got {lengths.dtype}")
+    if tuple(lengths.shape) != (rows,) or lengths.device != mask.device:
+        raise ValueError(f"lengths: ({rows},) on {mask.device}, as the mask, got {tuple(lengths.shape)} on {lengths.device}")
+
+
+def _check_claims(mask: torch.Tensor, form: str, lengths: torch.Tensor | None, host_lengths: tuple[int, ...] | None) -> None:
+    real = mask.sum(1).tolist()
+    for name, given in (("lengths", lengths), ("host_lengths", host_lengths)):
+        if given is not None and (found := [int(n) for n in given]) != real:
+            raise ValueError(f"{name}: the number of real tokens in each row of the mask, {real}, got {found}")
+    before, after = mask[:, :-1], mask[:, 1:]
+    if (form == "left" and bool((before > after).any())) or (form == "right" and bool((before < after).any())):
+        other = (
+            "right" if form == "left" and not (before < after).any() else "left" if form == "right" and not (before > after).any() else None
+        )
+        allowed = "'any'" if other is None else f"{other!r} or 'any'"
+        raise ValueError(f"form: {allowed} for this mask, got {form!r}; Padding.from_mask finds it")
 
 
 _examined: Looked[Padding] = Looked()

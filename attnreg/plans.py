@@ -14,6 +14,7 @@ from .backend import Output
 from .cache.protocol import Step
 from .call import AttentionCall, known_to_be_huge
 from .checks.tensors import wrapped
+from .run import changes_nothing
 from .select import Selection
 from .spec import AttentionSpec
 
@@ -113,7 +114,7 @@ def plan_of(asked: tuple, query: torch.Tensor, key: torch.Tensor, value: torch.T
         for name, given in call.__dict__.items()
         if not isinstance(given, (torch.Tensor, packing.Padding)) and name not in apart and given is not getattr(AttentionCall, name, apart)
     }
-    function = None if call.return_lse or selection.spec.zero_size else selection.run
+    function = selection.run if changes_nothing(call, selection.chosen) else None
     facts = None if call.step is None else step_facts(call.step, call.query_length)
     return Plan(asked, _fits(query, key, value), call.scale, selection.spec, template, selection, function, selection.chosen.layout, facts)
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import importlib.metadata
 import os
 import threading
 import time
 import types
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import pluggy
@@ -101,6 +102,20 @@ def unregister(name: str) -> None:
     check_name(name, "name", families=False)
     _registry.backends = {other: b for other, b in _registry.backends.items() if other != name}
     policy.changed()
+
+
+@contextlib.contextmanager
+def standing_in(backend: Backend) -> Iterator[None]:
+    """A backend registered for a while, in the place of one of its name, which is then back as who brought it."""
+    before, origin_before = backends().get(backend.name), origin(backend.name)
+    register(backend, override=True)
+    try:
+        yield
+    finally:
+        unregister(backend.name)
+        if before is not None:
+            _add(before, origin_before)
+            policy.changed()
 
 
 def check_name(name: str, argument: str, *, families: bool = True) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -14,9 +15,9 @@ from .visibility import real_queries
 
 def run(call: AttentionCall, backend: Backend, function: Callable[[AttentionCall], Output]) -> Output:
     """Runs a call by a function of the chosen backend and gives the result the caller's shape."""
-    if call.pages is not None and Feature.PAGED not in backend.claims.features:
+    if _gathers(call, backend):
         call.gather_pages()
-    if call.cache is not None and call.pages is None and call.spec.gradients and not {"key", "value"} & set(call.spec.gradients):
+    if _keeps(call):
         # The graph keeps what it was given, and the next step writes into the cache's own.
         call.key, call.value = call.key.clone(), call.value.clone()
     given = call.layout
@@ -37,6 +38,19 @@ def run(call: AttentionCall, backend: Backend, function: Callable[[AttentionCall
     return (output, result[1]) if call.return_lse else output
 
 
+def changes_nothing(call: AttentionCall, backend: Backend) -> bool:
+    """Whether what the backend returns is the result as it is, but for the layout."""
+    return not (call.return_lse or call.spec.zero_size or call.shape_given != "4-D" or _gathers(call, backend) or _keeps(call))
+
+
+def _gathers(call: AttentionCall, backend: Backend) -> bool:
+    return call.pages is not None and Feature.PAGED not in backend.claims.features
+
+
+def _keeps(call: AttentionCall) -> bool:
+    return call.cache is not None and call.pages is None and bool(call.spec.gradients) and not {"key", "value"} & set(call.spec.gradients)
+
+
 def _as_promised(result: Output, call: AttentionCall, backend: Backend) -> Output:
     """What a backend returned, if it is of the kind that every backend returns. Values are the conformance suite's matter."""
     if call.return_lse and not (isinstance(result, tuple) and len(result) == 2):
@@ -52,14 +66,14 @@ def _as_promised(result: Output, call: AttentionCall, backend: Backend) -> Outpu
     return result
 
 
-def run_appending(call: AttentionCall, backend: Backend, function: Callable[[AttentionCall], Output]) -> Output:
-    """Runs a call with a cache: new tokens go to spare room, and count only once the backend is through."""
+def run_appending(function: Callable[..., Output], call: AttentionCall, *arguments: Any) -> Output:
+    """`function(call, *arguments)` for a call with a cache: new tokens go to spare room, and count only once the backend is through."""
     cache, step = call.cache, call.step
     if step.new is None:
-        return run(call, backend, function)
+        return function(call, *arguments)
     try:
         cache.write(step)
-        result = run(call, backend, function)
+        result = function(call, *arguments)
     except BaseException:
         cache.undo(step)
         raise

@@ -2,13 +2,15 @@
 
     python benchmarks/cache.py [--out FOLDER]
 
-Writes cache.json and cache.md. On a GPU there are two yardsticks: the best kernel alone, on tensors cut to the past or with lengths on the
-device, which appends nothing and counts nothing; and the same step by hand, which does both as well as calls to torch and the kernels can.
+Writes cache.json and cache.md. On a GPU there are two yardsticks: the best kernel alone that reads lengths on the device, as a static cache
+needs, and appends and counts nothing; and the same step by hand, which does both as well as calls to torch and the kernels can. Kernels on
+tensors cut to the past are shown beside them.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
 import json
 import pathlib
@@ -84,15 +86,22 @@ def on_the_cpu(batch=4, past=2048, heads=8, key_heads=2, dim=64, turns=105) -> l
 
 # ---------------------------------------------------------------------- on a GPU
 
+GROWING = "sdpa, cut, one key more each time"
 
-def chained(function, repeats: int = 50) -> float:
-    """Milliseconds a call, of calls made one after the other as a decoder makes them: the host's time where it is the longer."""
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    for _ in range(repeats):
-        function()
-    torch.cuda.synchronize()
-    return (time.perf_counter() - start) / repeats * 1e3
+
+def chained(functions: dict[str, Callable], rounds: int = 4, repeats: int = 25) -> dict[str, float]:
+    """Milliseconds a call, of calls made one after the other as a decoder makes them: the host's time where it is the longer. The best of
+    a few rounds taken in turns, since what else a host does only adds to it."""
+    times = {name: float("inf") for name in functions}
+    for _ in range(rounds):
+        for name, function in functions.items():
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            for _ in range(repeats):
+                function()
+            torch.cuda.synchronize()
+            times[name] = min(times[name], (time.perf_counter() - start) / repeats * 1e3)
+    return times
 
 
 def captured(function):
@@ -127,19 +136,62 @@ def libraries() -> dict[str, Callable]:
     return found
 
 
-def alone(query, key, value) -> dict[str, Callable]:
-    """Kernels called directly, on tensors cut to the past and by lengths on the device, that append nothing."""
+def alone_cut(query, key, value) -> dict[str, Callable]:
+    """Kernels called directly on tensors cut to the past, which append nothing; "growing" as a decoder has it, one key more each time."""
     q, k, v = (t.transpose(1, 2) for t in (query, key, value))
-    found = {"sdpa, cut": lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)}
-    lengths = torch.full((key.shape[0],), key.shape[1], dtype=torch.int32, device=key.device)
+    sdpa = functools.partial(torch.nn.functional.scaled_dot_product_attention, enable_gqa=True)
+    seen = [k.shape[2] - 64]
+
+    def growing():
+        seen[0] = min(seen[0] + 1, k.shape[2])
+        return sdpa(q, k[:, :, : seen[0]], v[:, :, : seen[0]])
+
+    found = {"sdpa, cut": lambda: sdpa(q, k, v), GROWING: growing}
+    if not attnreg.backends()["flash4"].reason_missing:
+        flash4 = importlib.import_module("flash_attn.cute").flash_attn_func
+        found["flash4, cut"] = lambda: flash4(query, key, value, causal=True)[0]
+    return found
+
+
+def alone(query, key, value, room: int) -> dict[str, Callable]:
+    """Kernels called directly on a buffer with room, which read the rows' lengths on the device, as a static cache's must; they append
+    nothing."""
+    batch, past = key.shape[:2]
+    key, value = (torch.nn.functional.pad(t, (0, 0, 0, 0, 0, room)) for t in (key, value))
+    lengths = torch.full((batch,), past, dtype=torch.int32, device=key.device)
+    rows = torch.arange(batch, dtype=torch.int32, device=key.device)
+    found = {}
     for name, function in libraries().items():
         if name == "flash4":
-            cut = importlib.import_module("flash_attn.cute").flash_attn_func
-            found["flash4, cut"] = lambda cut=cut: cut(query, key, value, causal=True)[0]
             found["flash4, lengths"] = lambda function=function: function(query, key, value, seqused_k=lengths, causal=True)[0]
-        else:
-            found[f"{name}, lengths"] = lambda function=function: function(query, key, value, cache_seqlens=lengths, causal=True)
+            continue
+        found[f"{name}, lengths"] = functools.partial(function, query, key, value, cache_seqlens=lengths, causal=True)
+        found[f"{name}, lengths, rows named"] = functools.partial(found[f"{name}, lengths"], cache_batch_idx=rows)
     return found
+
+
+def alone_paged(query, key, value, room: int) -> dict[str, Callable]:
+    """The same through a block table."""
+    (keys, values), table = in_pages(key, value, room)
+    lengths = torch.full((key.shape[0],), key.shape[1], dtype=torch.int32, device=key.device)
+    found = {}
+    for name, function in libraries().items():
+        if name == "flash4":
+            pages = {"seqused_k": lengths, "page_table": table}
+            found["flash4, pages"] = lambda function=function, pages=pages: function(query, keys, values, causal=True, **pages)[0]
+        else:
+            pages = {"cache_seqlens": lengths, "block_table" if name == "flash2" else "page_table": table}
+            found[f"{name}, pages"] = functools.partial(function, query, keys, values, causal=True, **pages)
+    return found
+
+
+def in_pages(key, value, room: int, size: int = 256) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """Pools (pages, size, Hkv, D) with as many pages as the rows will need, and the table."""
+    batch, past = key.shape[:2]
+    each = -(-(past + room) // size)
+    pad = (0, 0, 0, 0, 0, each * size - past)
+    pools = tuple(torch.nn.functional.pad(t, pad).reshape(batch * each, size, *t.shape[2:]) for t in (key, value))
+    return pools, torch.arange(batch * each, dtype=torch.int32, device=key.device).view(batch, each)
 
 
 def by_hand(query, new, key, value, room: int) -> dict[str, Callable]:
@@ -201,18 +253,14 @@ def by_hand(query, new, key, value, room: int) -> dict[str, Callable]:
     return found
 
 
-def by_hand_paged(query, new, key, value, room: int, size: int = 256) -> dict[str, Callable]:
+def by_hand_paged(query, new, key, value, room: int) -> dict[str, Callable]:
     """The same through a block table, where kernels read one: as many pages as the row will need, taken beforehand."""
     batch, past = key.shape[:2]
-    each = -(-(past + room) // size)
 
     def state():
-        pools = tuple(
-            torch.nn.functional.pad(t, (0, 0, 0, 0, 0, each * size - past)).reshape(batch * each, size, *t.shape[2:]) for t in (key, value)
-        )
+        pools, table = in_pages(key, value, room)
         lengths = torch.full((batch,), past, dtype=torch.int32, device=key.device)
-        place = torch.arange(batch, device=key.device) * (each * size) + past
-        table = torch.arange(batch * each, dtype=torch.int32, device=key.device).view(batch, each)
+        place = torch.arange(batch, device=key.device) * table.shape[1] * pools[0].shape[1] + past
         return pools, tuple(t.flatten(0, 1) for t in pools), lengths, place, table
 
     def step_of(name, function):
@@ -240,59 +288,81 @@ def by_hand_paged(query, new, key, value, room: int, size: int = 256) -> dict[st
     }
 
 
+TURNS = 40
+"""Calls of each function in a column at most, beside two before them. Caches start half as many short of the past, and so hold it on average."""
+
+
 @torch.no_grad()
-def on_a_gpu(batch, past, heads=32, key_heads=8, dim=128, dtype=torch.bfloat16, room=256) -> dict:
+def on_a_gpu(batch, past, heads=32, key_heads=8, dim=128, dtype=torch.bfloat16, room=3 * TURNS) -> dict:
     drawn = lambda n, h: torch.randn(batch, n, h, dim, device="cuda", dtype=dtype)
     query, key, value = drawn(1, heads), drawn(past, key_heads), drawn(past, key_heads)
     new = drawn(1, key_heads), drawn(1, key_heads)
-    groups = {
-        "alone": alone(query, key, value),
-        "by hand": by_hand(query, new, key, value, room),
-        "by hand, paged": by_hand_paged(query, new, key, value, room),
-        "attnreg": {},
-    }
-    for name, (cache, _) in kinds_for(batch, past, room, key_heads, dim, dtype, "cuda").items():
-        if name in ("static", "paged"):
-            fill(cache[0], key, value)
-            groups["attnreg"][name] = lambda cache=cache: attention(query, *new, cache=cache[0], causal=True)
-    functions = {name: function for group in groups.values() for name, function in group.items()}
-    chosen, problems = {}, []
-    for name in list(functions):
-        try:
-            functions[name]()
-            torch.cuda.synchronize()
-            chosen[name] = last_selection().chosen.name if name in groups["attnreg"] else ""
-        except Exception as error:
-            problems.append(f"{name}: {type(error).__name__}: {str(error).splitlines()[0]}")
-            del functions[name]
-    columns = {"on the card": interleaved(functions, seconds=2.0, most=40), "chained": {n: chained(f) for n, f in functions.items()}}
-    replays, steps = {}, {name: launches(function) for name, function in functions.items()}
+
+    def made() -> dict[str, dict[str, Callable]]:
+        """The functions, in groups, each with a state of its own as it is at the start."""
+        begun = key[:, : -TURNS // 2], value[:, : -TURNS // 2]
+        groups = {
+            "alone, cut": alone_cut(query, key, value),
+            "alone": alone(query, key, value, room),
+            "alone, paged": alone_paged(query, key, value, room),
+            "by hand": by_hand(query, new, *begun, room),
+            "by hand, paged": by_hand_paged(query, new, *begun, room),
+            "attnreg": {},
+        }
+        for name, (cache, _) in kinds_for(batch, past, room, key_heads, dim, dtype, "cuda").items():
+            if name in ("static", "paged"):
+                fill(cache[0], *begun)
+                groups["attnreg"][name] = lambda cache=cache: attention(query, *new, cache=cache[0], causal=True)
+        return groups
+
+    groups = made()
+    members = {group: list(functions) for group, functions in groups.items()}
+    chosen, problems, steps = {}, [], {}
+    columns = {"on the card": {}, "chained": chained({GROWING: groups["alone, cut"].pop(GROWING)}, rounds=1, repeats=5)}
+    for functions in groups.values():
+        for name, function in functions.items():
+            try:
+                function()
+                torch.cuda.synchronize()
+                chosen[name] = last_selection().chosen.name if functions is groups["attnreg"] else ""
+                steps[name] = launches(function)
+            except Exception as error:
+                problems.append(f"{name}: {type(error).__name__}: {str(error).splitlines()[0]}")
+    del groups, functions, function
+
+    def fresh() -> dict[str, Callable]:
+        torch.cuda.empty_cache()
+        return {name: function for functions in made().values() for name, function in functions.items() if name in steps}
+
+    columns["on the card"] = interleaved(fresh(), seconds=2.0, most=TURNS)
+    columns["chained"] |= chained(fresh(), repeats=TURNS // 4)
+    functions, replays = fresh(), {}
     for name in functions:
         if name != "paged":  # which pages are written, the host decides
             try:
                 replays[name] = captured(functions[name])
             except Exception as error:
                 problems.append(f"{name}, captured: {type(error).__name__}: {str(error).splitlines()[0]}")
-    columns["in a CUDA graph"] = interleaved(replays, seconds=2.0, most=40)
+    columns["in a CUDA graph"] = interleaved(replays, seconds=2.0, most=TURNS)
 
     def best(column, group):
-        return min((columns[column][n] for n in groups[group] if n in columns[column]), default=float("nan"))
+        return min((columns[column][n] for n in members[group] if n in columns[column]), default=float("nan"))
 
     rows = []
-    for group, members in groups.items():
-        for name in members:
-            if name not in functions:
+    for group, names in members.items():
+        for name in names:
+            if not any(name in times for times in columns.values()):
                 continue
-            row = {"group": group, "row": name, "chosen": chosen[name], "launches": steps[name]}
+            row = {"group": group, "row": name, "chosen": chosen.get(name, ""), "launches": steps.get(name, [])}
             for column, times in columns.items():
                 if name in times:
-                    hand = "by hand, paged" if "paged" in (group, name) or group == "by hand, paged" else "by hand"
-                    row[column] = {"ms": times[name], "x alone": times[name] / best(column, "alone")}
-                    if group != "alone":
-                        row[column]["x by hand"] = times[name] / best(column, hand)
+                    paged = ", paged" if name == "paged" or group.endswith("paged") else ""
+                    row[column] = {"ms": times[name], "x alone": times[name] / best(column, "alone" + paged)}
+                    if not group.startswith("alone"):
+                        row[column]["x by hand"] = times[name] / best(column, "by hand" + paged)
             rows.append(row)
     title = f"b{batch}, past {past}, heads {heads}/{key_heads}, d{dim}, {dtype}"
-    print(f"{title}: milliseconds a step (times the best alone; times the best by hand)")
+    print(f"{title}: milliseconds a step (times the best alone by lengths; times the best by hand)")
     for row in rows:
         print(f"  {row['row']:36} {row['chosen']:7} {len(row['launches']):3} launches  " + "  ".join(map(_cell, _cells(row))), flush=True)
     print("".join(f"  {problem}\n" for problem in problems), end="")
@@ -316,7 +386,7 @@ def _cell(cell: dict | None) -> str:
 def table(result: dict) -> str:
     """One GPU result as markdown."""
     lines = [
-        f"{result['title']}: milliseconds a step (times the best kernel alone; times the best step by hand)\n",
+        f"{result['title']}: milliseconds a step (times the best kernel alone by lengths; times the best step by hand)\n",
         "| | | launches | " + " | ".join(_COLUMNS) + " |",
         "|---" * (3 + len(_COLUMNS)) + "|",
     ]

@@ -16,6 +16,7 @@ import itertools
 import json
 import math
 import pathlib
+import re
 import time
 from collections.abc import Callable
 
@@ -249,11 +250,11 @@ def main() -> None:
     parser.add_argument("--out", default=".", help="folder for order.json and order.md")
     parser.add_argument("--seconds", type=float, default=170.0, help="about how long it may take; five rounds a call are made in any case")
     parser.add_argument("--without", default="reference", help="backends to leave out, with commas between")
-    parser.add_argument("--only", default="", help="only calls whose kind contains this")
+    parser.add_argument("--only", default="", help="only calls whose kind matches this regular expression")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("benchmarks/order.py needs a CUDA card")
-    entries = [e for e in grid() if arguments.only in e["kind"]]
+    entries = [e for e in grid() if re.search(arguments.only, e["kind"])]
     results, start = [], time.perf_counter()
     folder = pathlib.Path(arguments.out)
     folder.mkdir(parents=True, exist_ok=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -22,19 +23,20 @@ def warmed(function: Callable[[], object], seconds: float = 60.0) -> float:
 def interleaved(functions: Mapping[str, Callable[[], object]], seconds: float = 0.4, most: int = 40, least: int = 5) -> dict[str, float]:
     """Median milliseconds of each function. `seconds` bounds what all of them take together, beyond the least number of rounds."""
     times: dict[str, list[float]] = {name: [] for name in functions}
-    start = time.perf_counter()
+    start, drawn = time.perf_counter(), random.Random(0)
     for turn in range(most):
         if turn >= least and time.perf_counter() - start > seconds:
             break
-        for name, function in functions.items():
-            times[name].append(_once(function))
+        # In another order each time: what one leaves behind, cold caches say, would meet the same one again and again.
+        for name in drawn.sample(list(functions), len(functions)):
+            times[name].append(_once(functions[name]))
     return {name: statistics.median(each) for name, each in times.items()}
 
 
 def _once(function: Callable[[], object]) -> float:
     before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     # Work for the card to be busy with, so that the host's time to enqueue the call is not what is measured.
-    torch.cuda._sleep(2_000_000)
+    torch.cuda._sleep(3_000_000)
     before.record()
     function()
     after.record()

@@ -48,6 +48,16 @@ def test_paged_draws_reach_what_goes_wrong_in_pages():
         assert any(getattr(case, name) for case in drawn), name
 
 
+def test_draws_for_a_backend_that_demands_causality_are_made_causal():
+    """Its rule refuses three draws of four; what is refused checks nothing."""
+    demands = lambda spec: None if spec.causal else attnreg.Reason("causal", "no", "causal calls alone")
+    claims = attnreg.Capabilities({attnreg.Feature.CAUSAL: attnreg.NATIVE, attnreg.Feature.SCALE: attnreg.NATIVE}, rules=(demands,))
+    backend = attnreg.Backend("causal_only", attnreg.backends()["sdpa"].run, claims, layout="bhsd")
+    report = run_checks(backend, profile=Profile(40, 20, "eager"), shrink=False)
+    assert report.passed, [o.text for o in report.outcomes if o.result == "failed"]
+    assert all(o.cases > 8 * o.refused for o in report.outcomes), [(o.name, o.cases, o.refused) for o in report.outcomes]
+
+
 def test_reproduce_repeats_an_example():
     reproduce("sdpa", "equals_reference[causal] query_length=3 key_length=5 causal=True")
     with pytest.raises(ValueError, match="starts with a check of backend 'sdpa'"):

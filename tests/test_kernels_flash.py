@@ -139,6 +139,89 @@ def test_switches_of_a_flash3_build():
     assert less.dtypes == (torch.bfloat16,) and less.head_dim.largest == 192
     assert words(everything, spec(capability=(8, 0))) == {"capability"}
     assert words(everything, spec(dim=256, gradients=True, deterministic=True)) == {"deterministic"}
+    assert Feature.COMPILE in everything.features and Feature.COMPILE not in flash3.claims(None).features
+    unlengthed = flash3.claims({"FLASHATTENTION_DISABLE_VARLEN": True})
+    assert not {Feature.PACKED, Feature.KEY_LENGTHS, Feature.PAGED} & set(unlengthed.features), "pages are read by their lengths"
+
+
+def built(*sizes, wide=True, narrow=True) -> dict[str, bool]:
+    """The switches of a flash-attn 3 with kernels for these head dims, as its setup.py names them."""
+    off = {f"FLASHATTENTION_DISABLE_HDIM{size}": size not in sizes for size in (64, 96, 128, 192, 256)}
+    return off | {"FLASH_ATTENTION_DISABLE_HDIMDIFF64": not wide, "FLASH_ATTENTION_DISABLE_HDIMDIFF192": not narrow}
+
+
+SWITCHES = {
+    *(f"FLASHATTENTION_DISABLE_{name}" for name in ("BACKWARD", "SPLIT", "PAGEDKV", "APPENDKV", "LOCAL", "SOFTCAP", "PACKGQA")),
+    *(f"FLASHATTENTION_DISABLE_{name}" for name in ("FP16", "FP8", "VARLEN", "CLUSTER", "SM8x")),
+    *(f"FLASHATTENTION_DISABLE_HDIM{size}" for size in (64, 96, 128, 192, 256)),
+    *("FLASHATTENTION_ENABLE_VCOLMAJOR", "FLASH_ATTENTION_DISABLE_HDIMDIFF64", "FLASH_ATTENTION_DISABLE_HDIMDIFF192"),
+}
+"""As flash-attention/hopper/setup.py writes them down, the last two with one underscore more."""
+
+
+class Asked(dict):
+    """Switches that remember which were asked for."""
+
+    def get(self, name, default=None):
+        self.setdefault("names", set()).add(name)
+        return super().get(name, default)
+
+
+def test_every_switch_that_flash3_reads_is_one_of_a_build():
+    flags = Asked({"FLASHATTENTION_DISABLE_FP8": True})
+    flash3.claims(flags)
+    for dims in ((64, 128), (192, 128)):
+        flash3.takes_dims(*dims, False, flags)
+    asked = flags["names"]
+    assert asked <= SWITCHES and {"FLASH_ATTENTION_DISABLE_HDIMDIFF64", "FLASH_ATTENTION_DISABLE_HDIMDIFF192"} <= asked
+
+
+@pytest.mark.parametrize("distribution", ["flash-attn-3", "fa3-fwd"])
+def test_true_switches_of_flash3(distribution):
+    path = files_of(distribution, "flash_attn_config.py" if distribution == "flash-attn-3" else "fa3_fwd_config.py")
+    written = next(n.value for n in ast.parse(path.read_text()).body if isinstance(n, ast.Assign) and n.targets[0].id == "CONFIG")
+    assert set(ast.literal_eval(written)["build_flags"]) == SWITCHES
+
+
+@pytest.mark.parametrize(
+    ("flags", "head_dim", "value_dim", "native"),
+    [
+        (built(64, 96, 128, 192, 256), 64, 512, True),
+        (built(64, 96, 128, 192, 256), 192, 128, True),
+        (built(64, 96, 128, 192, 256), 192, 96, False),
+        (built(64, 96, 128, 192, 256), 96, 64, False),
+        (built(64, 128, wide=False), 64, 128, False),
+        (built(64, 128, wide=False), 64, 32, True),
+        (built(64, 128, wide=False), 32, 64, True),
+        (built(96, 128), 64, 256, False),
+        (built(96, 128), 64, 32, False),
+        (built(64, 128, 256), 192, 128, False),
+        (built(64, 192), 128, 112, False),
+    ],
+)
+def test_head_dims_that_a_flash3_build_takes_as_they_are(flags, head_dim, value_dim, native):
+    """The wide and the narrow kernels are reached through those of 64 and 192: without these, others would be run on the wrong dims."""
+    assert flash3.takes_dims(head_dim, value_dim, False, flags) == native
+    assert flash3.takes_dims(head_dim, head_dim, True, flags)
+    assert not flash3.takes_dims(head_dim, value_dim, True, flags)
+
+
+def test_a_flash3_build_pads_to_no_head_dim_that_it_lacks():
+    small = flash3.claims(built(64, 128, wide=False))
+    assert not words(small, spec(dim=96)) and not words(small, spec(dim=128)) and words(small, spec(dim=136)) == {"head_dim"}
+    other = spec(dim=64)._replace(value_dim=128)
+    assert not words(small, other) and words(small, other._replace(value_dim=136)) == {"value_dim"}
+    assert not words(flash3.claims(built(64)), other), "the kernel for wide values"
+    assert words(flash3.claims(built(64)), other._replace(gradients=("query",))) == {"value_dim"}
+
+
+def test_deterministic_gradients_of_flash3_by_the_kernel_that_is_run():
+    asked = spec(dim=96, gradients=True, deterministic=True)
+    assert not words(flash3.claims(built(64, 128)), asked)
+    (reason,) = flash3.claims(built(64, 256)).reasons_against(asked)
+    assert reason.what == "deterministic" and "64 or less" in reason.supported
+    wide = spec(dim=64, gradients=True, deterministic=True)._replace(value_dim=256)
+    assert words(flash3.claims({}), wide) == {"deterministic"}
 
 
 def test_cards_of_flash4():
@@ -152,6 +235,11 @@ def test_one_query_prefers_split_keys():
     lone, prefill = spec(1, 8, causal=True)._replace(sizes=(2, 1, 4096)), spec(causal=True)
     assert flash4.flash4.rank(lone) < flash2.flash2.rank(lone)
     assert flash4.flash4.rank(prefill) > flash2.flash2.rank(prefill)
+    assert flash3.flash3.rank(prefill._replace(compiling=True, sizes=None)) > flash2.flash2.rank(
+        prefill._replace(compiling=True, sizes=None)
+    )
+    compiled = lone._replace(compiling=True, sizes=None)
+    assert flash3.flash3.rank(compiled) < flash2.flash2.rank(compiled)
 
 
 # ---------------------------------------------------------------------- environments, each in a process of its own
@@ -293,8 +381,9 @@ def test_true_signatures_of_flash4(name):
     assert set(flash4.NEEDED[name]) <= signature_in(files_of("flash-attn-4", "flash_attn/cute/interface.py"), name)
 
 
-def test_true_signatures_of_flash3():
-    path = files_of("fa3-fwd", "fa3_fwd_interface.py")
+@pytest.mark.parametrize(("distribution", "name"), [("flash-attn-3", "flash_attn_interface.py"), ("fa3-fwd", "fa3_fwd_interface.py")])
+def test_true_signatures_of_flash3(distribution, name):
+    path = files_of(distribution, name)
     asked = {"softmax_scale", "causal", "window_size", "softcap"}
     assert asked | {"deterministic", "return_attn_probs"} <= signature_in(path, "flash_attn_func")
     names = {"cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"}
@@ -331,15 +420,15 @@ class Functions:
     """The two functions for dense tensors, which write down who was called."""
 
     def __init__(self):
-        self.called = []
+        self.called, self.options = [], {}
 
     def flash_attn_func(self, query, key, value, **options):
         self.called.append("dense")
         return query
 
     def flash_attn_with_kvcache(self, query, key, value, cache_seqlens=None, **options):
-        assert cache_seqlens is None
         self.called.append("cached")
+        self.options = options
         return query
 
 
@@ -361,3 +450,34 @@ def test_the_function_for_dense_tensors(module, queries, gradients, way, monkeyp
     tensors = [torch.zeros(1, queries, 2, 8, requires_grad=gradients) for _ in range(3)]
     module._dense(AttentionCall(*tensors, causal=True), *tensors)
     assert functions.called == [way]
+
+
+@pytest.mark.parametrize(
+    ("version", "queries", "capturing", "named"),
+    [
+        ("2.8.3", 1, False, True),
+        ("2.8.3", 64, False, True),
+        ("2.8.3", 65, False, False),
+        ("2.5.9", 1, False, False),
+        ("2.8.3", 1, True, False),
+    ],
+)
+def test_few_queries_take_the_kernel_that_splits_keys(version, queries, capturing, named, monkeypatch):
+    """flash-attn 2 takes it for a buffer whose rows are named, if only as what they are, and not inside of a graph that meets them first."""
+    functions = Functions()
+    monkeypatch.setattr(flash2._Found, "where", Library("a library", version, functions))
+    monkeypatch.setattr(flash2._Found, "kernels", flash2.kernels(version), raising=False)
+    monkeypatch.setattr(flash2, "_rows", {})
+    tensors = [torch.zeros(3, n, 2, 8) for n in (queries, 80, 80)]
+    call = AttentionCall(*tensors, causal=True, key_lengths=torch.tensor([80, 7, 0]))
+    call._spec = call.spec._replace(capturing=capturing)
+    flash2._cached(call, *tensors, call.key_lengths, None, None)
+    rows = functions.options.get("cache_batch_idx")
+    assert (rows is not None) == named
+    if named:
+        assert rows.tolist() == [0, 1, 2] and rows.dtype == torch.int32
+        call._spec = call.spec._replace(capturing=True)
+        flash2._cached(call, *tensors, call.key_lengths, None, None)
+        assert functions.options["cache_batch_idx"] is rows
+    flash2._cached(call, *tensors, call.key_lengths, None, torch.zeros(3, 1, dtype=torch.int32))
+    assert "cache_batch_idx" not in functions.options

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._subclasses import FakeTensorMode
 
 import attnreg
 from attnreg import packing
@@ -161,3 +162,31 @@ def test_a_mask_that_lives_long_keeps_few_of_those_it_met():
         queries = packing.Padding.from_mask(torch.rand(2, 6) < 0.6)
         packing.found_to_fit(AttentionCall(call, call, call, causal=True, key_mask=keys, query_mask=queries))
     assert 0 < len(keys.fits) <= packing.KEPT
+
+
+@pytest.mark.parametrize(
+    ("form", "lengths", "host", "says"),
+    [
+        ("right", torch.tensor([2]), None, r"lengths: \(2,\)"),
+        ("right", torch.tensor([2.0, 3.0]), None, "lengths: .* integers"),
+        ("right", [2, 3], None, "lengths: .* tensor"),
+        ("right", torch.tensor([3, 3]), None, r"lengths: .*\[2, 3\], got \[3, 3\]"),
+        ("right", None, (2,), "host_lengths"),
+        ("right", None, (3, 3), r"host_lengths: .*\[2, 3\], got \[3, 3\]"),
+        ("left", None, None, "form: 'right' or 'any' .* got 'left'"),
+    ],
+)
+def test_a_padding_that_contradicts_its_mask_is_refused(form, lengths, host, says):
+    mask = torch.tensor([[True, True, False, False], [True, True, True, False]])
+    with pytest.raises((TypeError, ValueError), match=says):
+        packing.Padding(mask, form, lengths, host)
+
+
+def test_a_padding_that_fits_its_mask_is_taken():
+    mask = torch.tensor([[False, True, True], [True, True, True], [False, False, False]])
+    for form in ("left", "any"):
+        padding = packing.Padding(mask, form, torch.tensor([2, 3, 0], dtype=torch.int32), (2, 3, 0))
+        assert padding.packed.cu_seqlens.tolist() == [0, 2, 5, 5]
+    assert packing.Padding(torch.ones(2, 3, dtype=torch.bool), "left").form == "left"
+    with FakeTensorMode():
+        assert packing.Padding(torch.ones(2, 3, dtype=torch.bool), "right").lengths.shape == (2,)

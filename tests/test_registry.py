@@ -75,6 +75,15 @@ def test_the_mapping_is_read_only_and_in_order(install):
         attnreg.backends()["mine"] = backend("mine")
 
 
+def test_who_is_stood_in_for_is_back_as_who_brought_it(install):
+    before, order = attnreg.backends()["sdpa"], list(attnreg.backends())
+    for stand_in in (backend("sdpa", priority=10_000), backend("mine")):
+        with registry.standing_in(stand_in):
+            assert attnreg.backends()[stand_in.name] is stand_in and registry.origin(stand_in.name) == "register()"
+        assert attnreg.backends().get("sdpa") is before and registry.origin("sdpa") == "attnreg"
+        assert list(attnreg.backends()) == order
+
+
 def test_register_takes_effect_at_once_and_unregister_too(install):
     attnreg.attention(x, x, x, causal=True)
     before = attnreg.last_selection().chosen.name

@@ -7,8 +7,10 @@ regions they stay: there the compiler fuses them. Triton comes with torch for CU
 from __future__ import annotations
 
 import functools
+import operator
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import torch
 from torch.autograd.graph import increment_version
@@ -16,8 +18,8 @@ from torch.autograd.graph import increment_version
 FEW = 16
 """Tokens a row up to which one program a row is quick. No two programs touch a row, so that lengths need no synchronisation."""
 
-_launched: set[tuple] = set()
-"""The kinds of call that have been launched before: they are compiled, and may go into a CUDA graph."""
+_launched: dict[tuple, Callable[..., None] | None] = {}
+"""The kinds of call that have been launched before, which are compiled, and may go into a CUDA graph; each with its shorter way."""
 
 
 def taken(key: torch.Tensor) -> bool:
@@ -46,27 +48,37 @@ def in_one_launch(
     """
     if key.shape[1] > FEW or not taken(key):
         return False
-    # Strides are part of what the kernel is compiled for.
-    kind = (key.dtype, key.shape, value.shape, key.stride(), value.stride(), key.device, counts is None, table is None)
+    unused = lengths.data_ptr()
+    pointers = (
+        key.data_ptr(), value.data_ptr(), keys.data_ptr(), values.data_ptr(), unused, unused if asked is None else asked.data_ptr(),
+        unused if counts is None else counts.data_ptr(), unused if table is None else table.data_ptr(),
+    )  # fmt: skip
+    aligned = not functools.reduce(operator.or_, pointers) % 16
+    counted = counts if counts is None else counts.dtype
+    # Strides and alignment are part of what the kernel is compiled for.
+    kind = (key.dtype, key.shape, value.shape, key.stride(), value.stride(), key.device, counted, table is None, aligned)
     known = kind in _launched
     if not known and key.is_cuda and torch.cuda.is_current_stream_capturing():
         return False  # compiling, and loading what was compiled, is no part of a graph
     function = _kernel()
     if function is None:
         return False
+    elsewhere = key.is_cuda and key.device.index != torch.cuda.current_device()
     try:
-        if key.is_cuda and key.device.index != torch.cuda.current_device():
-            with torch.cuda.device(key.device):
-                function(key, value, keys, values, lengths, room, counts, asked, table)
-        else:
-            function(key, value, keys, values, lengths, room, counts, asked, table)
+        with torch.cuda.device(key.device) if elsewhere else nullcontext():
+            again = _launched.get(kind)
+            if again is not None:
+                again(pointers, room, 0 if table is None else table.stride(0))
+            else:
+                again = function(key, value, keys, values, lengths, room, counts, asked, table)
     except Exception as error:
         if known:
             raise
         _without(error)
         return False
     if not known:
-        _launched.add(kind)
+        # Of unaligned tensors one differs from the next in which of them are.
+        _launched[kind] = again if aligned else None
     increment_version(lengths)  # what was made of them before is known by that to be old
     return True
 

@@ -71,6 +71,10 @@ class PagedLayer:
         """The tables on the device, (B, room) with room for pages to come; made anew when None."""
         self._first: tuple[int, int] | None = None
         """`Pages.first` of the tables as they are in `_table`."""
+        self._shown: tuple[Any, Any] = (None, None)
+        """A table, and what the last step showed of it."""
+        self._room: tuple[list[int] | None, int, int] = (None, 0, 0)
+        """The lengths, and the count of pages that came to be shared, for which `_left` was found; and what it is."""
         self._counted: torch.Tensor | None = None
         """The lengths on a GPU, (B,) int32, kept there from step to step; made anew when None."""
 
@@ -93,7 +97,7 @@ class PagedLayer:
     def prepare(
         self, key: torch.Tensor | None, value: torch.Tensor | None, counts: Any, window: tuple | None, key_mask: torch.Tensor | None
     ) -> Step:
-        starts, pool, size = self._lengths, self.pool, self.page_size
+        starts, pool = self._lengths, self.pool
         if key is None:
             there = self._counts_there() if key_mask is None else None
             return self._step(*self._tabled(self._tables), starts, None, max(starts, default=0), there)
@@ -101,8 +105,36 @@ class PagedLayer:
             raise RuntimeError("cache: a PagedCache can't append in a CUDA graph, since the host decides which pages; use StaticCache")
         check_new(key, value, pool.keys, pool.values, len(starts))
         refuse_gradient(key, value)
-        counts = host_counts(counts, len(starts), key.shape[1])
-        after = [n + c for n, c in zip(starts, counts)]
+        if counts is None and key.shape[1] <= self._left():
+            counts, after = [key.shape[1]] * len(starts), [n + key.shape[1] for n in starts]
+            tables, fresh, copies, entries = self._tables, {}, [], []
+        else:
+            counts = host_counts(counts, len(starts), key.shape[1])
+            after = [n + c for n, c in zip(starts, counts)]
+            tables, fresh, copies, entries = self._pages_for(starts, after)
+        table, first = self._tabled(tables, bool(copies))
+        # What a key mask means for the choice is asked before `write`, and so the lengths are made anew then, as they will be.
+        there = self._counts_there() if key.shape[1] <= append.FEW and key_mask is None else None
+        entries = entries if table is self._table else []
+        new = _New(key, value, tables, after, starts, counts, list(fresh), copies, table, first, entries, there)
+        return self._step(table, first, after, new, max(starts, default=0) + key.shape[1], there)
+
+    def _left(self) -> int:
+        """How many tokens every row has room for in pages that it holds alone. Found anew when lengths change but by appending that many,
+        or rows came to share pages."""
+        lengths, holds, left = self._room
+        if lengths is not self._lengths or holds != self.pool.holds:
+            ends = [len(table) * self.page_size - n for table, n in zip(self._tables, self._lengths)]
+            alone = all(table and self.pool.holders[table[-1]] == 1 for table in self._tables)
+            left = min(ends, default=0) if alone and max(ends, default=0) <= self.page_size else 0
+            self._room = (self._lengths, self.pool.holds, left)
+        return left
+
+    def _pages_for(
+        self, starts: list[int], after: list[int]
+    ) -> tuple[list[list[int]], dict[int, None], list[tuple[int, int]], list[tuple[int, int, int]]]:
+        """The tables as they will be, pages to take, pages to copy, and entries (row, column, page) that are new in the tables."""
+        pool, size = self.pool, self.page_size
         # Which pages will be used is known before they are taken: explain() must not take any. A page that others hold too is copied
         # before a row writes into it. Rows are kept in neighbouring pages, and apart from each other, where that is possible.
         tables, fresh, copies, entries = self._tables, {}, [], []
@@ -135,12 +167,7 @@ class PagedLayer:
                 f"cache: {len(fresh) + short} new pages of {size} slots needed, {len(fresh)} of {len(pool.holders) - 1} are free; "
                 "free(rows) of finished requests, or make a larger PagedCache"
             )
-        table, first = self._tabled(tables, bool(copies))
-        # What a key mask means for the choice is asked before `write`, and so the lengths are made anew then, as they will be.
-        there = self._counts_there() if key.shape[1] <= append.FEW and key_mask is None else None
-        entries = entries if table is self._table else []
-        new = _New(key, value, tables, after, starts, counts, list(fresh), copies, table, first, entries, there)
-        return self._step(table, first, after, new, max(starts, default=0) + key.shape[1], there)
+        return tables, fresh, copies, entries
 
     def _counts_there(self) -> torch.Tensor | None:
         if self._counted is None and append.taken(self.pool.keys):
@@ -175,7 +202,11 @@ class PagedLayer:
         width = max(-(-longest // self.page_size), 1)
         # Kernels that read pages are told each row's length; those of the CPU get them gathered, and need none where all are alike. On a GPU
         # whole pages are shown, so that what is made for a shape (cuDNN's plans) is made anew for a page, not for a token.
-        pages = Pages(self.pool.keys, self.pool.values, table[:, :width], longest if there is None else None, first)
+        whole, shown = self._shown
+        if whole is not table or shown.shape[1] != width:
+            shown = table[:, :width]
+            self._shown = (table, shown)
+        pages = Pages(self.pool.keys, self.pool.values, shown, longest if there is None else None, first)
         if there is None and not (device.type == "cpu" and lengths and uniform(lengths)):
             there = on_device(lengths, device)
         # A mask covers the longest row, as `slots` says before the call.
@@ -226,6 +257,8 @@ class PagedLayer:
     def commit(self, step: Step) -> None:
         new = step.new
         self.pool.release([source for source, _ in new.copies])
+        if self._room[0] is self._lengths and new.key.shape[1] <= self._room[2] and uniform(new.counts):
+            self._room = (new.after, self._room[1], self._room[2] - max(new.counts, default=0))
         self._tables, self._lengths, self._table, self._first, self._counted = new.tables, new.after, new.table, new.first, new.counted
 
     def undo(self, step: Step) -> None:
@@ -287,7 +320,7 @@ class PagedLayer:
             self.pool.keys[page, :rest], self.pool.values[page, :rest] = self.pool.keys[old, :rest], self.pool.values[old, :rest]
         shared = self._tables[source][:whole]
         self.pool.hold(shared)
-        self._tables[target], self._lengths[target] = shared + last, length
+        self._tables[target], self._lengths[target], self._room = shared + last, length, (None, 0, 0)
         self._table = self._counted = None
 
     def reset(self, rows: Sequence[int] | torch.Tensor | None = None) -> None:

@@ -14,6 +14,8 @@ class Pool:
     def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         self.keys, self.values = keys, values
         self.holders = [0] * keys.shape[0]
+        self.holds = 0
+        """How often pages came to be held by one more row."""
         self.free = dict.fromkeys(range(1, keys.shape[0]))
         """A set that keeps its order."""
         self.flat = (keys.flatten(0, 1), values.flatten(0, 1))
@@ -40,6 +42,7 @@ class Pool:
         return pages
 
     def hold(self, pages: Sequence[int]) -> None:
+        self.holds += 1
         for page in pages:
             self.holders[page] += 1
 

@@ -68,18 +68,11 @@ def _plain_cases(backend: Backend, device: str, dtypes, **more) -> list[Case]:
 @contextlib.contextmanager
 def present(backend: Backend) -> Iterator[None]:
     """The backend registered under its name, whoever had it before."""
-    before = registry.backends().get(backend.name)
-    if before is backend:
+    if registry.backends().get(backend.name) is backend:
         yield
         return
-    registry.register(backend, override=True)
-    try:
+    with registry.standing_in(backend):
         yield
-    finally:
-        if before is None:
-            registry.unregister(backend.name)
-        else:
-            registry.register(before, override=True)
 
 
 def public_call(backend: Backend, plain_cases, tally: Tally) -> None:

@@ -13,20 +13,23 @@ import torch
 from ..version import __version__
 from .trial import Tally
 
+OUT_OF_TIME = "the time was up"
+"""How an outcome's text begins whose check was cut short."""
+
 
 class Outcome(NamedTuple):
     """What one check found."""
 
     name: str
     result: str
-    """passed, failed or skipped"""
+    """passed, failed, skipped, or excepted: it failed, as the backend declares"""
     cases: int
     refused: int
     """Drawn calls that the backend's own rules refuse in every variant."""
     seed: int
     seconds: float
     text: str = ""
-    """Why it failed or was skipped; a failure ends with the line that repeats it."""
+    """Why it failed or was skipped, or how far it came before time was up; a failure ends with the line that repeats it."""
 
 
 class Report(NamedTuple):

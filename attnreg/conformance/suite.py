@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+import math
 import time
 import zlib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import hypothesis
@@ -18,8 +19,9 @@ from ..capabilities import dtype_name
 from ..spec import Feature
 from . import checks, modes
 from .cases import Case
+from .jobs import Drawn, Part, parts_of, run_parts
 from .kinds import Kinds
-from .report import Outcome, Report
+from .report import OUT_OF_TIME, Outcome, Report
 from .strategies import cases
 from .trial import Tally, fitted
 
@@ -143,6 +145,24 @@ def checks_for(backend: Backend, device: str, dtypes: Sequence[torch.dtype], pro
 
 def run_check(backend: Backend, check: Check, profile: Profile, tally: Tally, *, seed: int | None = None, shrink: bool = True) -> Outcome:
     """Runs one check. A failure's text ends with one line that repeats it."""
+    return _judged(backend, check, _run(backend, check, profile, tally, seed=seed, shrink=shrink))
+
+
+def _run(
+    backend: Backend,
+    check: Check,
+    profile: Profile,
+    tally: Tally,
+    *,
+    seed: int | None = None,
+    shrink: bool = True,
+    part: tuple[int, int] = (0, 1),
+    until: float | None = None,
+) -> Outcome:
+    """What came of a check's calls, or of those of one part (its number, of how many), passed or failed.
+
+    until: of `time.time`; no call begins after it.
+    """
     chosen_seed = zlib.crc32(check.name.encode()) if seed is None else seed
     start, before, refused = time.perf_counter(), tally.cases, tally.refused
 
@@ -150,11 +170,16 @@ def run_check(backend: Backend, check: Check, profile: Profile, tally: Tally, *,
         seconds = time.perf_counter() - start
         return Outcome(check.name, result, tally.cases - before, tally.refused - refused, chosen_seed, seconds, text)
 
+    def time_is_up() -> bool:
+        return until is not None and time.time() > until
+
     seen: set[Case] = set()
     failures: dict[Case, str] = {}
+    number, parts = part
+    examples = math.ceil(check.examples / parts)
 
     def one(case: Case) -> None:
-        if case in seen and case not in failures:
+        if case not in failures and (case in seen or time_is_up()):
             return
         seen.add(case)
         wanted = case if check.name.startswith("refuses") else fitted(backend, case, check.required)
@@ -169,6 +194,8 @@ def run_check(backend: Backend, check: Check, profile: Profile, tally: Tally, *,
             failures[case] = str(error)
             raise
 
+    if time_is_up():
+        return outcome("skipped", OUT_OF_TIME)
     try:
         if check.cases is None:
             tally.cases += 1
@@ -178,7 +205,9 @@ def run_check(backend: Backend, check: Check, profile: Profile, tally: Tally, *,
                 what = str(error) if isinstance(error, AssertionError) else f"{type(error).__name__}: {error}"
                 raise AssertionError(f"{check.name}: {what}\n{_line(backend, check.name)}") from error
         else:
-            phases = [hypothesis.Phase.generate] + ([hypothesis.Phase.shrink] if shrink else [])
+            phases = [hypothesis.Phase.generate] + (
+                [hypothesis.Phase.shrink] if shrink and check.name not in backend.claims.exceptions else []
+            )
             limits = hypothesis.settings(
                 max_examples=_ROUND,
                 derandomize=profile.derandomize,
@@ -188,23 +217,50 @@ def run_check(backend: Backend, check: Check, profile: Profile, tally: Tally, *,
                 report_multiple_bugs=False,
                 suppress_health_check=list(hypothesis.HealthCheck),
             )
-            for number in range(2 * check.examples):
-                if len(seen) >= check.examples:
+            for round_number in range(number, 2 * check.examples, parts):
+                if len(seen) >= examples:
                     break
-                limits(hypothesis.seed(chosen_seed + number)(hypothesis.given(case=check.cases)(lambda case: one(case))))()
+                limits(hypothesis.seed(chosen_seed + round_number)(hypothesis.given(case=check.cases)(lambda case: one(case))))()
+                if time_is_up() and len(seen) < examples:
+                    return outcome("passed", OUT_OF_TIME)
     except hypothesis.errors.Flaky as error:
         # It failed once and not again: the backend does not give the same answer every time.
         return outcome("failed", next(reversed(failures.values()), f"{check.name}: {error}"))
     except AssertionError as error:
         return outcome("failed", str(error))
-    if check.cases is not None and tally.cases == before:
+    return outcome("passed")
+
+
+def _judged(backend: Backend, check: Check, outcome: Outcome) -> Outcome:
+    """The outcome of a whole check: one without a call has shown nothing, and one that is declared to fail must."""
+    why = backend.claims.exceptions.get(check.name)
+    if outcome.result == "passed" and check.cases is not None and not outcome.cases and not outcome.text:
         wanted = ", ".join(check.required) or "a plain call"
         if not check.required <= set(backend.claims.features):
-            return outcome(
-                "skipped", f"{tally.refused - refused} calls with {wanted}, which is not claimed, all refused for what else they ask"
-            )
-        return outcome("failed", f"claims {wanted}, but refuses every one of {tally.refused - refused} calls that ask for it")
-    return outcome("passed")
+            text = f"{outcome.refused} calls with {wanted}, which is not claimed, all refused for what else they ask"
+            return outcome._replace(result="skipped", text=text)
+        text = f"claims {wanted}, but refuses every one of {outcome.refused} calls that ask for it"
+        return outcome._replace(result="failed", text=text)
+    if outcome.text == OUT_OF_TIME:
+        drawn = outcome.cases + outcome.refused
+        text = f"{OUT_OF_TIME} after {drawn} calls, where {check.examples} were to be drawn" if drawn else f"{OUT_OF_TIME} before it began"
+        return outcome._replace(result="passed" if outcome.cases else "skipped", text=text)
+    if why and outcome.result == "failed":
+        return outcome._replace(result="excepted", text=f"{why}\n{outcome.text}")
+    if why and outcome.result == "passed":
+        return outcome._replace(result="failed", text=f"{check.name}: declared to fail ({why}), and passes: take it from the exceptions")
+    return outcome
+
+
+def _joined(outcomes: Sequence[Outcome]) -> Outcome:
+    """One outcome of a check's parts: the first failure's, if there is one."""
+    worst = next((o for o in outcomes if o.result == "failed"), None) or next((o for o in outcomes if o.text), outcomes[0])
+    return worst._replace(
+        result="failed" if worst.result == "failed" else "passed" if any(o.result == "passed" for o in outcomes) else "skipped",
+        cases=sum(o.cases for o in outcomes),
+        refused=sum(o.refused for o in outcomes),
+        seconds=sum(o.seconds for o in outcomes),
+    )
 
 
 def _tried(backend: Backend, check: Check, case: Case, tally: Tally) -> None:
@@ -229,28 +285,42 @@ def run_checks(
     progress: Callable[[int, int, Outcome], None] | None = None,
     shrink: bool = True,
     stop: bool = False,
+    jobs: int = 1,
+    seconds: float | None = None,
 ) -> Report:
     """Runs every check of a backend and reports.
 
     progress: called after each check with (done, of how many, its outcome). stop: at the first failure.
+    jobs: processes, for a backend of an installed package; a script that asks for several is guarded by `if __name__ == "__main__"`.
+    seconds: how long calls are begun; what was cut short says so.
     Raises LookupError for an unknown name, ValueError for a device that is not here, or one or a dtype that the backend does not claim.
     """
     backend = named(backend)
     amount = PROFILES[profile] if isinstance(profile, str) else profile
+    if jobs > 1 and (registry.backends().get(backend.name) is not backend or registry.origin(backend.name) == "register()"):
+        raise ValueError(
+            f"jobs: 1 for backend {backend.name!r}, got {jobs}: other processes find a backend by its name, in an installed package"
+        )
     if not backend.reason_missing:
         _check_asked(backend, device, dtypes)
     tally = Tally()
-    outcomes = []
+    outcomes: dict[str, Outcome] = {}
+    names: list[str] = []
     if backend.reason_missing:
-        outcomes.append(Outcome("all", "skipped", 0, 0, 0, 0.0, str(backend.reason_missing)))
+        names, outcomes = ["all"], {"all": Outcome("all", "skipped", 0, 0, 0, 0.0, str(backend.reason_missing))}
     else:
-        todo = checks_for(backend, device, dtypes or usual_dtypes(backend, device), amount)
-        for number, check in enumerate(todo, 1):
-            seed = None if amount.derandomize else torch.seed() % 2**32
-            outcomes.append(run_check(backend, check, amount, tally, seed=seed, shrink=shrink))
+        chosen = tuple(dtypes or usual_dtypes(backend, device))
+        todo = checks_for(backend, device, chosen, amount)
+        names = [check.name for check in todo]
+        if unknown := set(backend.claims.exceptions) - set(names):
+            raise ValueError(f"exceptions of backend {backend.name!r}: checks that it has, {', '.join(names)}, got {', '.join(unknown)}")
+        until = None if seconds is None else time.time() + seconds
+        run = _in_turn if jobs == 1 else functools.partial(_in_processes, device=device, dtypes=chosen, jobs=jobs)
+        for outcome in run(backend, todo, amount, tally, shrink=shrink, until=until):
+            outcomes[outcome.name] = outcome
             if progress is not None:
-                progress(number, len(todo), outcomes[-1])
-            if stop and outcomes[-1].result == "failed":
+                progress(len(outcomes), len(todo), outcome)
+            if stop and outcome.result == "failed":
                 break
     claims = {
         "features": {str(f): str(s) if not callable(s) else "depends on the call" for f, s in backend.claims.features.items()},
@@ -259,11 +329,70 @@ def run_checks(
         "head_dim": str(backend.claims.head_dim),
         "value_dim": str(backend.claims.value_dim),
         "bound": backend.claims.bound,
+        "exceptions": dict(backend.claims.exceptions),
     }
     origin = registry.origin(backend.name).partition(" ")[0]  # a distribution's comes with its version
     libraries = _KERNELS if origin == "attnreg" and device == "cuda" else () if origin == "attnreg" else (origin,)
     libraries += getattr(backend.missing, "libraries", ())
-    return Report(backend.name, device, _name(amount), tuple(outcomes), tally, claims, libraries)
+    in_order = tuple(outcomes[name] for name in names if name in outcomes)
+    cut = f", cut short after {seconds:.0f} s" if any(o.text.startswith(OUT_OF_TIME) for o in in_order) else ""
+    return Report(backend.name, device, _name(amount) + cut, in_order, tally, claims, libraries)
+
+
+def _in_turn(
+    backend: Backend, todo: Sequence[Check], profile: Profile, tally: Tally, *, shrink: bool, until: float | None
+) -> Iterator[Outcome]:
+    for check in todo:
+        yield _judged(backend, check, _run(backend, check, profile, tally, seed=_seed(check, profile), shrink=shrink, until=until))
+
+
+def _in_processes(
+    backend: Backend,
+    todo: Sequence[Check],
+    profile: Profile,
+    tally: Tally,
+    *,
+    device: str,
+    dtypes: tuple[torch.dtype, ...],
+    jobs: int,
+    shrink: bool,
+    until: float | None,
+) -> Iterator[Outcome]:
+    """Checks in the order in which they end."""
+    parts: dict[str, list[Part]] = {}
+    for check in todo:
+        drawn = None if check.cases is None or check.name in backend.claims.exceptions else check.examples
+        parts[check.name] = parts_of(check.name, _seed(check, profile), drawn, jobs)
+    found: dict[str, list[Outcome]] = {name: [] for name in parts}
+    by_name = {check.name: check for check in todo}
+    work = functools.partial(_runner, backend.name, device, dtypes, profile, shrink, until)
+    for part, (outcome, counted) in run_parts([p for each in parts.values() for p in each], work, jobs, device, until):
+        tally.join(counted)
+        earlier = found[part.check]
+        earlier.append(outcome)
+        if any(o.result == "failed" for o in earlier[:-1]):
+            continue  # that was said when the first one failed
+        if len(earlier) == part.of or outcome.result == "failed":
+            yield _judged(backend, by_name[part.check], _joined(earlier))
+
+
+def _runner(
+    name: str, device: str, dtypes: tuple[torch.dtype, ...], profile: Profile, shrink: bool, until: float | None
+) -> Callable[[Part], Drawn]:
+    """What a process does with each part."""
+    backend = named(name)
+    checks_by_name = {check.name: check for check in checks_for(backend, device, dtypes, profile)}
+
+    def run(part: Part) -> Drawn:
+        tally = Tally()
+        check = checks_by_name[part.check]
+        return _run(backend, check, profile, tally, seed=part.seed, shrink=shrink, part=(part.number, part.of), until=until), tally
+
+    return run
+
+
+def _seed(check: Check, profile: Profile) -> int:
+    return zlib.crc32(check.name.encode()) if profile.derandomize else torch.seed() % 2**32
 
 
 def _check_asked(backend: Backend, device: str, dtypes: Sequence[torch.dtype] | None) -> None:
@@ -325,6 +454,8 @@ def _test(backend: Backend, check: Check, profile: Profile, device: str) -> Call
         outcome = run_check(backend, check, profile, Tally(), seed=seed)
         if outcome.result == "skipped":
             pytest.skip(outcome.text)
+        if outcome.result == "excepted":
+            pytest.xfail(outcome.text)
         if outcome.result == "failed":
             pytest.fail(outcome.text, pytrace=False)
 

@@ -40,9 +40,19 @@ class Tally:
     def add(self, spec: AttentionSpec, quantity: str, error: Error) -> None:
         dtype = str(spec.dtype).removeprefix("torch.")
         for feature in spec.features or ("plain",):
-            key = (str(feature), dtype, quantity)
-            if key not in self.worst or error.share > self.worst[key].share:
-                self.worst[key] = error
+            self._worse((str(feature), dtype, quantity), error)
+
+    def join(self, other: Tally) -> None:
+        """Adds what another process counted."""
+        self.cases += other.cases
+        self.refused += other.refused
+        self.kinds |= other.kinds
+        for key, error in other.worst.items():
+            self._worse(key, error)
+
+    def _worse(self, key: tuple[str, str, str], error: Error) -> None:
+        if key not in self.worst or error.share > self.worst[key].share:
+            self.worst[key] = error
 
 
 def choose(backend: Backend, call: AttentionCall) -> Selection:
@@ -99,12 +109,15 @@ def fitted(backend: Backend, case: Case, required: frozenset[Feature]) -> Case |
         spec, changed = call.spec, None
         reasons = {reason.what for reason in selection.rejected[backend.name]}
         optional = [f for f in reversed(spec.features) if f not in required]
-        for feature in sorted(optional, key=lambda f: f.value not in reasons):
-            changed = case.without(feature)
-            if changed != case:
-                break
+        if Feature.CAUSAL.value in reasons and not case.causal and Feature.CAUSAL in backend.claims.features:
+            changed = case.replace(causal=True)  # the one thing that a rule may demand instead of refusing it
         else:
-            changed = None
+            for feature in sorted(optional, key=lambda f: f.value not in reasons):
+                changed = case.without(feature)
+                if changed != case:
+                    break
+            else:
+                changed = None
         if changed is None:
             if case.key_length != 1 and "device" not in reasons and "dtype" not in reasons and case.form != "bshd":
                 changed = case.replace(form="bshd", strides="contiguous")

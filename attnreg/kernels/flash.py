@@ -89,7 +89,8 @@ def run_flash(call: AttentionCall, kernels: Kernels) -> Output:
         tensors = fitted(call, kernels, rows.query, rows.key, value)
         if spec.alibi == "rows" and way == "runs":
             call = call.replaced(alibi_slopes=rows.by_segment(call.alibi_slopes), _spec=spec)
-        output, lse = kernels.segments(call, *tensors, rows.cu_query, rows.cu_key, longest_query, longest_key)
+        tensors = _apart(call, *tensors, rows.cu_query, rows.cu_key)
+        output, lse = kernels.segments(call, *tensors, longest_query, longest_key)
         output = rows.restored(output[..., : call.value_dim])
         lse = rows.restored_lse(_normal(lse)) if call.return_lse or call.sinks is not None else None
         return _finished(call, output, lse, way)
@@ -107,18 +108,20 @@ def run_flash(call: AttentionCall, kernels: Kernels) -> Output:
         if call.query_mask is not None and spec.gradients and not spec.finite_padding:
             # A NaN in a padded query would reach the gradients of the keys, as 0 * NaN.
             query = query.masked_fill(~call.query_mask[:, :, None, None], 0.0)
-        output, lse = kernels.dense(call, *fitted(call, kernels, query, call.key, call.value))
+        output, lse = kernels.dense(call, *_apart(call, *fitted(call, kernels, query, call.key, call.value)))
     lse = _normal(lse) if call.return_lse or call.sinks is not None else None
     return _finished(call, output[..., : call.value_dim], lse, way)
 
 
 def fitted(call: AttentionCall, kernels: Kernels, query, key, value) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Head dims as the kernels take them, multiples of 8, with zeros; the scale stays that of the true one."""
-    head_dim, value_dim = _eight(call.head_dim), _eight(call.value_dim)
-    if not kernels.value_dim(head_dim, value_dim, bool(call.spec.gradients)):
+    spec = call.spec
+    head_dim, value_dim = _eight(spec.head_dim), _eight(spec.value_dim)
+    if not kernels.value_dim(head_dim, value_dim, bool(spec.gradients)):
         head_dim = value_dim = max(head_dim, value_dim)
-    sizes = (head_dim, head_dim, value_dim)
-    return tuple(_fitted(t, n, call.spec) for t, n in zip((query, key, value), sizes))
+    if spec.unit_stride and spec.aligned and head_dim == spec.head_dim and value_dim == spec.value_dim:
+        return query, key, value
+    return _fitted(query, head_dim, spec), _fitted(key, head_dim, spec), _fitted(value, value_dim, spec)
 
 
 def _fitted(tensor: torch.Tensor, size: int, spec: AttentionSpec) -> torch.Tensor:
@@ -126,6 +129,11 @@ def _fitted(tensor: torch.Tensor, size: int, spec: AttentionSpec) -> torch.Tenso
         return widened(tensor, size)
     # The kernels read 16 bytes at a time along a last dimension of stride 1.
     return tensor if spec.unit_stride and spec.aligned else tensor.clone(memory_format=torch.contiguous_format)
+
+
+def _apart(call: AttentionCall, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Each an object of its own: the compiler traces no function with a backward of its own that is given one of them twice."""
+    return tuple(t.view_as(t) for t in tensors) if call.spec.compiling and call.spec.gradients else tensors
 
 
 def _eight(size: int) -> int:

@@ -27,7 +27,7 @@ from .flash import (
     run_flash,
 )  # fmt: skip
 from .installed import Library, find
-from .order import rank_of
+from .order import FEW, rank_of
 from .sdpa import no_early_window, rows_fit
 
 INSTALL = "pip install flash-attn --no-build-isolation"
@@ -91,6 +91,10 @@ def _cached(call: AttentionCall, query, keys, values, lengths, starts, table) ->
         options["cache_leftpad"] = starts
     if table is not None:
         options["block_table"] = table
+    elif query.shape[1] <= FEW and _Found.kernels.reads_starts and (numbers := _row_numbers(call)) is not None:
+        # Says nothing new, and makes the library take the kernel that it takes for pages: its tiles are fit for few queries, and where the
+        # rows already fill the card, so that keys aren't split, it is up to twice as fast.
+        options["cache_batch_idx"] = numbers
     options.pop("deterministic", None)
     result = library().module.flash_attn_with_kvcache(query, keys, values, cache_seqlens=lengths, **options)
     if not wants_lse:
@@ -98,6 +102,21 @@ def _cached(call: AttentionCall, query, keys, values, lengths, starts, table) ->
     real = lengths if starts is None else lengths - starts
     p = torch.arange(query.shape[1], device=call.device) + (real - query.shape[1])[:, None]
     return result[0], _without_shift(call, result[1], p[:, None], call.key_length)
+
+
+_rows: dict[tuple[int, torch.device], torch.Tensor] = {}
+
+
+def _row_numbers(call: AttentionCall) -> torch.Tensor | None:
+    """0 to B - 1, (B,) int32, kept; None inside of a graph that meets a B first, since a graph keeps its memory to itself."""
+    known = call.query.shape[0], call.query.device
+    numbers = _rows.get(known)
+    if numbers is None and not call.spec.capturing and call.query.__class__ is torch.Tensor:
+        with torch.inference_mode(False):
+            numbers = _rows[known] = torch.arange(known[0], dtype=torch.int32, device=known[1])
+        if numbers.is_cuda:
+            torch.cuda.current_stream(known[1]).synchronize()  # once, whatever stream reads them later
+    return numbers
 
 
 def _options(call: AttentionCall, longest_key: int) -> dict:

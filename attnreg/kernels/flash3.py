@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -30,6 +30,7 @@ from .order import FEW, rank_of
 from .sdpa import rows_fit
 
 INSTALL = "build flash-attention/hopper (python setup.py install), or pip install fa3-fwd for bfloat16 without a backward pass"
+_SIZES = (64, 96, 128, 192, 256)
 _INTERFACES = ("flash_attn_interface", "flash_attn_3.flash_attn_interface", "fa3_fwd_interface")
 
 
@@ -37,24 +38,37 @@ class _Found:
     """Looked for once, when the claims or the reason missing are asked for."""
 
     where: Library | Reason | None = None
-    flags: Mapping[str, bool] | None = None
+    flags: Mapping[str, bool] | None = {}
+    operator: Callable | None = None
+    kernels: Kernels | None = None
 
 
 def library() -> Library | Reason:
     if _Found.where is None:
         _Found.where = find(["flash-attn-3", "flashattn-hopper", "fa3-fwd"], _INTERFACES, INSTALL)
         if isinstance(_Found.where, Library):
-            _Found.flags = _build_flags(_Found.where.module.__name__)
+            interface = _Found.where.module.__name__
+            _Found.flags, _Found.operator = _build_flags(interface), _operator(interface)
+        _Found.kernels = kernels(tuple(sorted((_Found.flags or {}).items())))
     return _Found.where
 
 
-def _build_flags(interface: str) -> Mapping[str, bool]:
-    """The switches of the build that `interface` belongs to; a build too old to tell left nothing out."""
+def _build_flags(interface: str) -> Mapping[str, bool] | None:
+    """The switches of the build that `interface` belongs to; None for one from before 2025-12-04, which does not tell."""
     try:
         module = importlib.import_module(interface.replace("_interface", "_config"))
         return dict(module.CONFIG["build_flags"])
     except (ImportError, AttributeError, KeyError, TypeError):
-        return {}
+        return None
+
+
+def _operator(interface: str) -> Callable | None:
+    """The operator that the library's functions call in the end; None if there is none that takes what `_inference` gives it."""
+    try:
+        operator = getattr(torch.ops, "fa3_fwd" if interface == "fa3_fwd_interface" else "flash_attn_3").fwd.default
+    except AttributeError:
+        return None
+    return operator if {argument.name for argument in operator._schema.arguments} >= _GIVEN else None
 
 
 # ---------------------------------------------------------------------- the three functions
@@ -65,15 +79,26 @@ def _dense(call: AttentionCall, query, key, value) -> Result:
     if spec.sizes is not None and spec.sizes[1] <= FEW and not spec.gradients:
         # The function for caches splits long keys over the card by itself, the other one never does.
         return _cached(call, query, key, value, None, None, None)
+    if _reaches_operator(spec):
+        return _inference(call, query, key, value, num_splits=1)
     return _pair(library().module.flash_attn_func(query, key, value, **_options(call)))
 
 
 def _segments(call: AttentionCall, query, key, value, cu_query, cu_key, longest_query, longest_key) -> Result:
+    if _reaches_operator(call.spec):
+        return _inference(
+            call, query, key, value, num_splits=1,
+            cu_seqlens_q=cu_query.contiguous(), cu_seqlens_k=cu_key.contiguous(), max_seqlen_q=longest_query, max_seqlen_k=longest_key,
+        )  # fmt: skip
     function = library().module.flash_attn_varlen_func
     return _pair(function(query, key, value, cu_query, cu_key, longest_query, longest_key, **_options(call)))
 
 
 def _cached(call: AttentionCall, query, keys, values, lengths, starts, table) -> Result:
+    if _reaches_operator(call.spec):
+        lengths, starts = (None if t is None else t.contiguous() for t in (lengths, starts))
+        table = table if table is None or table.stride(-1) == 1 else table.contiguous()
+        return _inference(call, query, keys, values, num_splits=0, seqused_k=lengths, leftpad_k=starts, page_table=table)
     options = _options(call)
     options["return_softmax_lse"] = options.pop("return_attn_probs", False)
     options.pop("deterministic", None)
@@ -84,6 +109,24 @@ def _cached(call: AttentionCall, query, keys, values, lengths, starts, table) ->
     return _pair(library().module.flash_attn_with_kvcache(query, keys, values, cache_seqlens=lengths, **options))
 
 
+_GIVEN = frozenset(
+    ("softmax_scale", "is_causal", "window_size_left", "window_size_right", "softcap", "num_splits")
+    + ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "seqused_k", "leftpad_k", "page_table")
+)
+
+
+def _reaches_operator(spec: AttentionSpec) -> bool:
+    """The functions wrap the operator for autograd and the compiler, which costs the host three times what the operator itself does."""
+    return _Found.operator is not None and not (spec.gradients or spec.compiling)
+
+
+def _inference(call: AttentionCall, query, key, value, **given) -> Result:
+    left, right = _window(call)
+    options = {"window_size_left": left, "window_size_right": right, "softcap": call.softcap or 0.0}
+    result = _Found.operator(query, key, value, softmax_scale=call.scale, is_causal=call.causal, **options, **given)
+    return result[0], result[1]
+
+
 def _pair(result) -> Result:
     """Builds from before 2025-08-29 return the lse unasked."""
     return (result[0], result[1]) if isinstance(result, (tuple, list)) else (result, None)
@@ -92,8 +135,7 @@ def _pair(result) -> Result:
 def _options(call: AttentionCall) -> dict:
     options = {"softmax_scale": call.scale, "causal": call.causal}
     if call.window is not None:
-        left, right = call.window
-        options["window_size"] = (-1 if left is None else left, 0 if call.causal else -1 if right is None else right)
+        options["window_size"] = _window(call)
     if call.softcap is not None:
         options["softcap"] = call.softcap
     if call.deterministic and call.spec.gradients:
@@ -103,18 +145,34 @@ def _options(call: AttentionCall) -> dict:
     return options
 
 
+def _window(call: AttentionCall) -> tuple[int, int]:
+    left, right = call.window or (None, None)
+    return -1 if left is None else left, 0 if call.causal else -1 if right is None else right
+
+
+def kernel_for(head_dim: int, flags: Mapping[str, bool]) -> int | None:
+    """The head dim of the kernel that is run: the smallest of this build that holds it."""
+    return next((size for size in _SIZES if head_dim <= size and not flags.get(f"FLASHATTENTION_DISABLE_HDIM{size}")), None)
+
+
 def takes_dims(head_dim: int, value_dim: int, gradients: bool, flags: Mapping[str, bool]) -> bool:
-    """The pairs that have a kernel of their own, forward; others are padded."""
+    """The pairs that have a kernel of their own, forward; others are padded.
+
+    The library asks which kernel for a head dim is there first, and for that of 64 or 192 then, which it has for other value dims.
+    """
     if head_dim == value_dim:
         return True
-    wide = head_dim <= 64 and value_dim <= 512 and not flags.get("FLASH_ATTENTION_DISABLE_HDIMDIFF64")
-    narrow = 128 < head_dim <= 192 and 96 < value_dim <= 128 and not flags.get("FLASH_ATTENTION_DISABLE_HDIMDIFF192")
-    return not gradients and (wide or narrow)
+    if gradients:
+        return False
+    kernel = kernel_for(head_dim, flags)
+    if kernel == 64:
+        return value_dim <= 64 or (value_dim <= 512 and not flags.get("FLASH_ATTENTION_DISABLE_HDIMDIFF64"))
+    return kernel == 192 and head_dim > 128 and 96 < value_dim <= 128 and not flags.get("FLASH_ATTENTION_DISABLE_HDIMDIFF192")
 
 
 def run_flash3(call: AttentionCall) -> Output:
     library()
-    return run_flash(call, kernels(tuple(sorted((_Found.flags or {}).items()))))
+    return run_flash(call, _Found.kernels)
 
 
 # ---------------------------------------------------------------------- the claims
@@ -126,8 +184,9 @@ def kernels(flags: tuple[tuple[str, bool], ...]) -> Kernels:
     return Kernels(_dense, _segments, _cached, value_dim=lambda *dims: takes_dims(*dims, known), reads_whole_tiles=True)
 
 
-def claims(flags: Mapping[str, bool]) -> Capabilities:
-    """What a build can do, by its switches (FLASHATTENTION_DISABLE_...)."""
+def claims(flags: Mapping[str, bool] | None) -> Capabilities:
+    """What a build can do, by its switches (FLASHATTENTION_DISABLE_...). One too old to tell (None) left nothing out."""
+    told, flags = flags is not None, flags or {}
 
     def built(name: str) -> bool:
         return not flags.get(f"FLASHATTENTION_DISABLE_{name}", False)
@@ -145,6 +204,9 @@ def claims(flags: Mapping[str, bool]) -> Capabilities:
         Feature.CAPTURE: NATIVE,
         Feature.DETERMINISTIC: NATIVE,
     }
+    if told:
+        # The file of switches and the functions that the compiler knows came together (flash-attention's #1769).
+        features[Feature.COMPILE] = NATIVE
     if built("VARLEN"):
         features |= {
             Feature.KEY_MASK: NATIVE,
@@ -153,20 +215,21 @@ def claims(flags: Mapping[str, bool]) -> Capabilities:
             Feature.KEY_STARTS: NATIVE,
             Feature.PACKED: NATIVE,
         }
-    gained = {"LOCAL": Feature.WINDOW, "SOFTCAP": Feature.SOFTCAP, "PAGEDKV": Feature.PAGED, "BACKWARD": Feature.BACKWARD}
+        if built("PAGEDKV"):
+            features[Feature.PAGED] = NATIVE
+    gained = {"LOCAL": Feature.WINDOW, "SOFTCAP": Feature.SOFTCAP, "BACKWARD": Feature.BACKWARD}
     features |= {feature: NATIVE for switch, feature in gained.items() if built(switch)}
-    largest = max((size for size in (64, 96, 128, 192, 256) if built(f"HDIM{size}")), default=0)
     return Capabilities(
         features=features,
         devices=("cuda",),
         dtypes=(torch.float16, torch.bfloat16) if built("FP16") else (torch.bfloat16,),
-        head_dim=Dims(largest=largest),
+        head_dim=Dims(largest=_largest(flags)),
         value_dim=Dims(largest=512),
         smallest_capability=(9, 0),
         largest_capability=(9, 0),
         rules=(
-            rows_fit, dropped_padding_must_fit(here), padding_needs_the_host(here), pages_rule(1), no_sink_gradients, _deterministic,
-            functools.partial(_dims, flags),
+            rows_fit, dropped_padding_must_fit(here), padding_needs_the_host(here), pages_rule(1), no_sink_gradients,
+            functools.partial(_deterministic, flags), functools.partial(_dims, flags),
         ),
     )  # fmt: skip
 
@@ -176,16 +239,22 @@ def _value_dim(flags: Mapping[str, bool], spec: AttentionSpec) -> Support:
     return NATIVE if native else EMULATED("pads the smaller of head dim and value dim")
 
 
+def _largest(flags: Mapping[str, bool], below: int = 257) -> int:
+    return max((size for size in _SIZES if size < below and not flags.get(f"FLASHATTENTION_DISABLE_HDIM{size}")), default=0)
+
+
 def _dims(flags: Mapping[str, bool], spec: AttentionSpec) -> Reason | None:
-    native = takes_dims(spec.head_dim, spec.value_dim, bool(spec.gradients), flags)
-    if not native and spec.value_dim > 256:
-        return Reason("value_dim", f"{spec.value_dim} with head dim {spec.head_dim}", "256; 512 with a head dim of 64 or less, forward")
-    return None
+    largest = _largest(flags)
+    if spec.value_dim <= largest or takes_dims(spec.head_dim, spec.value_dim, bool(spec.gradients), flags):
+        return None
+    wide = "; 512 with a head dim of 64 or less, forward" if takes_dims(64, 512, False, flags) else ""
+    return Reason("value_dim", f"{spec.value_dim} with head dim {spec.head_dim}", f"{largest}{wide}")
 
 
-def _deterministic(spec: AttentionSpec) -> Reason | None:
-    if spec.deterministic and spec.gradients and max(spec.head_dim, spec.value_dim) > 192:
-        return Reason(Feature.DETERMINISTIC.value, f"gradients with head dim {spec.head_dim}", "192 or less")
+def _deterministic(flags: Mapping[str, bool], spec: AttentionSpec) -> Reason | None:
+    size = max(spec.head_dim, spec.value_dim)
+    if spec.deterministic and spec.gradients and kernel_for(size, flags) == 256:
+        return Reason(Feature.DETERMINISTIC.value, f"gradients with head dim {size}", f"{_largest(flags, 256)} or less")
     return None
 
 
@@ -196,18 +265,24 @@ def _missing() -> Reason | None:
 
 def _claims_here() -> Capabilities:
     library()
-    return claims(_Found.flags or {})
+    return claims(_Found.flags)
 
 
 def _notes(spec: AttentionSpec) -> Sequence[str]:
-    return notes_for(spec, kernels(tuple(sorted((_Found.flags or {}).items()))))
+    library()
+    return notes_for(spec, _Found.kernels)
+
+
+def _rank(spec: AttentionSpec) -> int:
+    """Compiled, the function that splits the keys of a lone query over the card is out of reach: last, then."""
+    return 1 if spec.compiling and spec.single_query else rank_of("flash3")(spec)
 
 
 flash3 = Backend(
     name="flash3",
     run=run_flash3,
     capabilities=_claims_here,
-    priority=rank_of("flash3"),
+    priority=_rank,
     missing=_missing,
     family="flash",
     notes=_notes,

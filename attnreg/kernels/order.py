@@ -14,8 +14,8 @@ from ..spec import AttentionSpec
 
 ORDER = {
     "one query of few rows": "flash2 flash3 flash4 xformers cudnn sdpa varlen flex",
-    "one query": "flash4 flash3 flash2 xformers cudnn sdpa varlen flex",
-    "one query, lengths": "flash4 flash3 cudnn flash2 sdpa xformers varlen flex",
+    "one query": "flash2 flash4 flash3 xformers cudnn sdpa varlen flex",
+    "one query, lengths": "flash2 flash4 flash3 cudnn sdpa xformers varlen flex",
     "one query, window": "flash4 flash3 flash2 xformers varlen sdpa cudnn flex",
     "one query, softcap": "flash3 flash2 flash4 flex",
     "few queries": "flash2 sdpa flash3 flash4 xformers cudnn varlen flex",

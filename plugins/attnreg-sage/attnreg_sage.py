@@ -25,7 +25,18 @@ def run_sage(call: AttentionCall) -> torch.Tensor:
     query, value = (t if t.stride(-1) == 1 else t.contiguous() for t in (call.query, call.value))
     # `sageattn` subtracts the mean of the keys from them in place.
     key = call.key.clone(memory_format=torch.contiguous_format)
-    return sageattn(query, key, value, tensor_layout="NHD", is_causal=call.causal, sm_scale=call.scale)
+    rows = min(map(most_rows, (query, key, value)))
+    parts = [
+        sageattn(*(t[start : start + rows] for t in (query, key, value)), tensor_layout="NHD", is_causal=call.causal, sm_scale=call.scale)
+        for start in range(0, call.batch, rows)
+    ]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def most_rows(tensor: torch.Tensor) -> int:
+    """Rows that one launch takes: one of 65,535 blocks for rows and heads, whose kernels count the elements before a row in an int32."""
+    before_a_row = max(tensor.stride(0), tensor[0].numel())
+    return max(min(65535 // tensor.shape[2], (2**31 - 1) // before_a_row + 1), 1)
 
 
 def _causal(spec: AttentionSpec) -> Reason | None:
@@ -46,9 +57,13 @@ sage = Backend(
         smallest_capability=(8, 0),
         rules=(_causal,),
         bound=BOUND,
+        exceptions={
+            "hidden_changes_nothing": "64 keys, or 128 queries, share the int8 step of their largest number, and the mean that is taken "
+            "from the keys is that of all of them: what a row may not see moves how its own numbers are rounded"
+        },
     ),
     priority=60,
-    missing=needs("sageattention>=1.0.6,<2", remedy="pip install attnreg-sage[sage]"),
+    missing=needs("sageattention>=1.0.6,<2", "triton", remedy="pip install attnreg-sage[sage]"),
     notes=lambda spec: (
         "copies the keys, which the library would change in place",
         "int8 scores, float16 values; the int8 step is that of the largest number of 64 keys or 128 queries, hidden ones too",

@@ -186,18 +186,20 @@ def varlen_bwd(dout, q, k, v, out, lse, dq, dk, dv, cu_q, cu_k, alibi, max_q, ma
 def fwd_kvcache(q, k_cache, v_cache, k, v, lengths, cos, sin, batch_index, leftpad, table, alibi, out, scale, causal, left, right, softcap,
                 interleaved, splits):  # fmt: skip
     calls.append("fwd_kvcache")
-    assert k is None and v is None and cos is None and batch_index is None, "attnreg appends in its own caches"
+    assert k is None and v is None and cos is None, "attnreg appends in its own caches"
+    assert batch_index is None or (table is None and batch_index.dtype == torch.int32)
     assert lengths.dtype == torch.int32 and not (table is not None and leftpad is not None)
     batch, queries = q.shape[:2]
     capacity = k_cache.shape[1] if table is None else table.shape[1] * k_cache.shape[1]
     causal = _checked(q, k_cache, v_cache, causal, left, right, softcap, capacity)
     starts = [0] * batch if leftpad is None else leftpad.tolist()
+    buffers = range(batch) if batch_index is None else batch_index.tolist()
     slopes = _slopes(alibi, batch)
     result = torch.zeros_like(q)
     lse = torch.full((batch, q.shape[2], queries), float("inf"))
     for b, (start, end) in enumerate(zip(starts, lengths.tolist())):
         assert 0 <= start <= end <= capacity
-        keys, values = (c[b] if table is None else c[table[b].long()].flatten(0, 1) for c in (k_cache, v_cache))
+        keys, values = (c[buffers[b]] if table is None else c[table[b].long()].flatten(0, 1) for c in (k_cache, v_cache))
         keys, values = keys[start:end], values[start:end]
         if end == start:
             continue

@@ -157,7 +157,7 @@ def paged(layers, batch, capacity, key_heads, head_dim, dtype):
 
 @pytest.mark.parametrize("make", [StaticCache, paged])
 def test_any_order_of_operations(make, monkeypatch):
-    monkeypatch.setattr(append, "_launched", set())
+    monkeypatch.setattr(append, "_launched", {})
     cache_suite(make, examples=8, steps=8)().test_any_order_of_operations_equals_one_shot()
     assert len(append._launched) > 1
 
@@ -180,7 +180,7 @@ def test_where_the_kernel_fails_torch_does_it(monkeypatch):
         raise RuntimeError("Failed to find C compiler")
 
     monkeypatch.setattr(append, "_kernel", lambda: fails)
-    monkeypatch.setattr(append, "_launched", set())
+    monkeypatch.setattr(append, "_launched", {})
     layer, token = StaticCache(1, 2, 8, 2, 8)[0], torch.randn(2, 1, 2, 8)
     with pytest.warns(UserWarning, match="Failed to find C compiler"):
         step = layer.prepare(token, token, None, None, None)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import math
 import sys
+import threading
+import time
 import types
 import typing
 
@@ -83,6 +85,8 @@ class Decode(Wrapper):
 
     def run(self, q, paged_kv_cache, *, return_lse=False):
         readable(q, *paged_kv_cache)
+        keys, values = paged_kv_cache
+        assert keys.stride() == values.stride(), "one set of strides serves both"
         results = []
         for row, pages, last in zip(q, self.pages, self.last):
             keys, values = (pool[pages].flatten(0, 1)[: (len(pages) - 1) * self.size + last] for pool in paged_kv_cache)
@@ -137,6 +141,16 @@ def test_what_the_kernels_cannot_read_is_copied(library, layout):
     torch.testing.assert_close(got, attnreg_flashinfer.run_flashinfer(call))
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_pages_of_keys_and_of_values_that_lie_differently(library, layout):
+    call = paged([3, 6])
+    pages, apart = call.pages, torch.nn.functional.pad(call.pages.values, (0, 64))[..., :64]
+    expected = attnreg_flashinfer.run_flashinfer(call)
+    for keys, values in ((pages.keys, apart), (LAYOUTS[layout](pages.keys), pages.values), (LAYOUTS[layout](pages.keys), apart)):
+        got = attnreg_flashinfer.run_flashinfer(call.replaced(pages=Pages(keys, values, pages.block_table)))
+        torch.testing.assert_close(got, expected)
+
+
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("longest", [None, (4, 5)])
 def test_packed_rows_with_empty_segments_and_a_tail(library, causal, longest):
@@ -152,6 +166,17 @@ def test_padding_is_dropped_where_that_changes_nothing(library):
     bare = torch.tensor([[True, False, True, True]])
     call = AttentionCall(*tensors(1, 4, 4), key_mask=bare, causal=True)
     assert Feature.KEY_MASK in [reason.what for reason in attnreg_flashinfer.flashinfer.reasons_against(call.spec)]
+
+
+def test_lengths_that_the_host_knows_are_not_read_from_the_device(library):
+    """Reading waits for the device, in each layer of a forward whose mask is declared anew."""
+    given = tensors(3, 6, 6)
+    for lengths in ([4, 0, 6], [4, 0, 6], [4, 1, 6]):
+        padding = attnreg.Padding.from_lengths(lengths, 6, "left")
+        attnreg_flashinfer.run_flashinfer(AttentionCall(*given, key_mask=padding, query_mask=padding, causal=True))
+        same_as_reference(given, key_mask=padding, query_mask=padding, causal=True)
+    assert [plan.sources for plan in attnreg_flashinfer._plans.values()] == [()]
+    assert [wrapper.plans for wrapper in Wrapper.made] == [2]
 
 
 def paged(lengths, size=4, heads=8, window=None, return_lse=True):
@@ -173,6 +198,67 @@ def test_pages(library, lengths, window):
     options = {"key_lengths": call.key_lengths, "causal": True, "window": window, "return_lse": True, "backend": "reference"}
     torch.testing.assert_close(got, attnreg.attention(call.query, dense.key, dense.value, **options), rtol=1e-5, atol=1e-5)
     assert all(r.what in ("missing", "device", "dtype") for r in attnreg_flashinfer.flashinfer.reasons_against(call.spec))
+
+
+def test_pages_all_of_whose_slots_count(library):
+    call = paged([8, 8])
+    expected = attnreg_flashinfer.run_flashinfer(call)
+    whole = Pages(call.pages.keys, call.pages.values, call.pages.block_table, 8)
+    for _ in range(2):
+        torch.testing.assert_close(attnreg_flashinfer.run_flashinfer(call.replaced(pages=whole, key_lengths=None)), expected)
+    (wrapper,) = Wrapper.made
+    assert wrapper.plans == 2, "no plan for each call: nothing is new"
+
+
+def test_a_plan_waits_until_the_one_before_is_copied(library, monkeypatch):
+    """The wrapper's page-locked buffer is copied to the device when the stream comes to it; the next plan writes over it at once."""
+    order = []
+    mark = types.SimpleNamespace(synchronize=lambda: order.append("wait"))
+    monkeypatch.setattr(attnreg_flashinfer, "_mark", lambda device: mark)
+    plan = Ragged.plan
+    monkeypatch.setattr(Ragged, "plan", lambda *arguments, **options: (order.append("plan"), plan(*arguments, **options)))
+    for size in (3, 3, 4):
+        attnreg_flashinfer.run_flashinfer(AttentionCall(*tensors(2, size, size)))
+    assert order == ["plan", "wait", "plan"]
+
+
+@pytest.mark.parametrize("pages", [False, True])
+def test_tensors_that_count_no_versions_are_read_again(library, pages):
+    with torch.inference_mode():
+        given, cu, call = tensors(1, 6, 6), torch.tensor([0, 2, 6]), paged([3, 6])
+        for change in (1, 3):
+            if pages:
+                call.key_lengths[0] = change
+                got = attnreg_flashinfer.run_flashinfer(call)
+                fresh = call.replaced(key_lengths=call.key_lengths.clone())
+                torch.testing.assert_close(got, attnreg_flashinfer.run_flashinfer(fresh))
+            else:
+                cu[1] = change
+                same_as_reference(given, cu_seqlens=(cu, cu))
+
+
+def test_threads_do_not_run_each_others_plans(library, monkeypatch):
+    run = Ragged.run
+
+    def slow(self, *arguments, **options):
+        time.sleep(0.05)
+        return run(self, *arguments, **options)
+
+    monkeypatch.setattr(Ragged, "run", slow)
+    failed = []
+
+    def work(size):
+        try:
+            same_as_reference(tensors(2, size, size))
+        except AssertionError as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=work, args=(size,)) for size in (3, 4, 5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed
 
 
 def test_plans_once_for_what_stays_the_same(library):
@@ -236,6 +322,20 @@ def test_pages_by_the_library(lengths, size, heads, window):
     allowed = 8 * torch.finfo(torch.bfloat16).eps
     torch.testing.assert_close(output.double(), wanted, rtol=0, atol=allowed * max(1.0, float(dense.value.abs().max())))
     torch.testing.assert_close(lse.double(), wanted_lse.double(), rtol=allowed, atol=allowed)
+
+
+@on_a_card
+def test_plans_made_ahead_of_the_card():
+    """The card is kept busy, so that no plan is copied to it before the next one is made."""
+    random = torch.Generator("cuda").manual_seed(0)
+    made = lambda *shape: torch.randn(shape, generator=random, device="cuda", dtype=torch.bfloat16)
+    given = [(made(n, 40 * n, 4, 64), made(n, 40 * n, 2, 64), made(n, 40 * n, 2, 64)) for n in (1, 3, 2, 5, 1, 4)]
+    attnreg.attention(*given[0], causal=True, backend="flashinfer")
+    torch.cuda._sleep(2_000_000_000)
+    outputs = [attnreg.attention(*each, causal=True, backend="flashinfer") for each in given]
+    for each, output in zip(given, outputs):
+        wanted = attnreg.attention(*(t.double() for t in each), causal=True, backend="reference")
+        torch.testing.assert_close(output.double(), wanted, rtol=0, atol=8 * torch.finfo(torch.bfloat16).eps * 4)
 
 
 @on_a_card
