@@ -125,6 +125,10 @@ def test_widened_head_dims_lie_densely():
     assert wide.stride(-1) == 1
     assert torch.equal(wide[..., :2], tensor) and not wide[..., 2:].any()
     assert widened(tensor, 2) is tensor
+    # A dimension of size 1 that lies between no two elements gets a stride like all others: the card's bulk copies want multiples of 16 bytes.
+    step = torch.randn(2, 3, 12, 1).permute(0, 3, 1, 2)
+    assert torch.nn.functional.pad(step, (0, 4)).stride(1) == 1, "the case this is about"
+    assert widened(step, 16).stride() == (48, 48, 16, 1)
 
 
 def test_a_bias_too_large_for_the_dtype_of_the_kernel_keeps_its_gradient():

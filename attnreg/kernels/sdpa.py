@@ -208,8 +208,9 @@ def _with_sink_column(call: AttentionCall, key, value, mask) -> tuple[torch.Tens
 
 
 def widened(tensor: torch.Tensor, size: int) -> torch.Tensor:
-    """Zeros up to `size` in the last dimension, which then lies densely: `pad` alone keeps the order of what looks like an image to it."""
-    return tensor if tensor.shape[-1] == size else pad(tensor, (0, size - tensor.shape[-1])).contiguous()
+    """Zeros up to `size` in the last dimension, which then lies densely: `pad` keeps the order of what looks like an image to it, and the odd
+    stride of a dimension of size 1 with it, but nothing of six dimensions does."""
+    return tensor if tensor.shape[-1] == size else pad(tensor[None, None], (0, size - tensor.shape[-1]))[0, 0]
 
 
 def _same_dims(query, key, value, multiple: int = 1) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

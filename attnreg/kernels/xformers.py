@@ -234,7 +234,7 @@ def _run(call: AttentionCall, query, key, value, bias) -> Output:
         key, value = (t.repeat_interleave(group, 2) if group > 1 else t for t in (key, value))
         if query.shape != key.shape and query.stride(-2) == query.shape[-1] + key.shape[-1] + value.shape[-1]:
             # By that stride xformers takes the three for slices of one tensor, and gives all gradients the query's shape.
-            query = query.contiguous()
+            query = query.clone(memory_format=torch.contiguous_format)
     else:
         query, key, value = (t.detach() for t in (query, key, value))
         if group > 1:
