@@ -159,11 +159,12 @@ def _run(
     part: tuple[int, int] = (0, 1),
     until: float | None = None,
 ) -> Outcome:
-    """What came of a check's calls, or of those of one part (its number, of how many), passed or failed.
+    """What came of a check's calls, or of those of one part (its number, of how many): passed, or failed by an error or a difference.
 
     until: of `time.time`; no call begins after it.
     """
     chosen_seed = zlib.crc32(check.name.encode()) if seed is None else seed
+    why = backend.claims.exceptions.get(check.name)
     start, before, refused = time.perf_counter(), tally.cases, tally.refused
 
     def outcome(result: str, text: str = "") -> Outcome:
@@ -205,9 +206,7 @@ def _run(
                 what = str(error) if isinstance(error, AssertionError) else f"{type(error).__name__}: {error}"
                 raise AssertionError(f"{check.name}: {what}\n{_line(backend, check.name)}") from error
         else:
-            phases = [hypothesis.Phase.generate] + (
-                [hypothesis.Phase.shrink] if shrink and check.name not in backend.claims.exceptions else []
-            )
+            phases = [hypothesis.Phase.generate] + ([hypothesis.Phase.shrink] if shrink and not why else [])
             limits = hypothesis.settings(
                 max_examples=_ROUND,
                 derandomize=profile.derandomize,
@@ -227,6 +226,8 @@ def _run(
         # It failed once and not again: the backend does not give the same answer every time.
         return outcome("failed", next(reversed(failures.values()), f"{check.name}: {error}"))
     except AssertionError as error:
+        if why and isinstance(error.__cause__, AssertionError):
+            return outcome("excepted", f"{why}\n{error}")
         return outcome("failed", str(error))
     return outcome("passed")
 
@@ -245,15 +246,15 @@ def _judged(backend: Backend, check: Check, outcome: Outcome) -> Outcome:
         drawn = outcome.cases + outcome.refused
         text = f"{OUT_OF_TIME} after {drawn} calls, where {check.examples} were to be drawn" if drawn else f"{OUT_OF_TIME} before it began"
         return outcome._replace(result="passed" if outcome.cases else "skipped", text=text)
-    if why and outcome.result == "failed":
-        return outcome._replace(result="excepted", text=f"{why}\n{outcome.text}")
     if why and outcome.result == "passed":
         return outcome._replace(result="failed", text=f"{check.name}: declared to fail ({why}), and passes: take it from the exceptions")
     return outcome
 
 
 def _joined(outcomes: Sequence[Outcome]) -> Outcome:
-    """One outcome of a check's parts: the first failure's, if there is one."""
+    """One outcome of a check's parts: the first failure's, if there is one. A check that is declared to fail has one part."""
+    if len(outcomes) == 1:
+        return outcomes[0]
     worst = next((o for o in outcomes if o.result == "failed"), None) or next((o for o in outcomes if o.text), outcomes[0])
     return worst._replace(
         result="failed" if worst.result == "failed" else "passed" if any(o.result == "passed" for o in outcomes) else "skipped",

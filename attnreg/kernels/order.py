@@ -13,12 +13,13 @@ from collections.abc import Callable
 from ..spec import AttentionSpec
 
 ORDER = {
-    "one query of few rows": "flash2 flash3 flash4 xformers cudnn sdpa varlen flex",
+    "one query of few rows": "flash3 flash2 flash4 xformers cudnn sdpa varlen flex",
     "one query": "flash2 flash4 flash3 xformers cudnn sdpa varlen flex",
     "one query, lengths": "flash2 flash4 flash3 cudnn sdpa xformers varlen flex",
+    "one query, many lengths": "flash4 flash3 flash2 cudnn sdpa xformers varlen flex",
     "one query, window": "flash4 flash3 flash2 xformers varlen sdpa cudnn flex",
     "one query, softcap": "flash3 flash2 flash4 flex",
-    "few queries": "flash2 sdpa flash3 flash4 xformers cudnn varlen flex",
+    "few queries": "flash3 flash2 sdpa flash4 xformers cudnn varlen flex",
     "short": "cudnn flash4 flash3 flash2 sdpa xformers varlen flex",
     "long": "flash4 flash3 cudnn flash2 sdpa xformers varlen flex",
     "long and wide": "flash3 flash4 cudnn flash2 sdpa xformers varlen flex",
@@ -33,11 +34,13 @@ ORDER = {
 SHORT = 1024
 """Keys up to which cuDNN's forward beats flash-attn 4's."""
 FEW = 64
-"""Queries up to which flash-attn 2's split keys fill the card better than flash-attn 4's tiles."""
+"""Queries up to which flash-attn 3's and 2's split keys fill the card better than flash-attn 4's tiles."""
 WIDE = 128
 """The head dim from which flash-attn 3's forward beats flash-attn 4's; narrower ones with as many key heads as query heads do too, by 4 %."""
 ROWS = 128
-"""Batch rows times key heads up to which splitting keys fills the card better; with as few keys as `SHORT`, it does not."""
+"""Batch rows times key heads up to which flash-attn 3's split keys fill the card better than flash-attn 2's."""
+MANY = 1 << 20
+"""Keys of all rows and key heads beyond which rows of different lengths share the card better in flash-attn 4 and 3; nor is the host the bound."""
 
 
 def kind(spec: AttentionSpec) -> str:
@@ -52,9 +55,9 @@ def kind(spec: AttentionSpec) -> str:
     if spec.single_query:
         if spec.window:
             return "one query, window"
-        if batch * spec.key_heads <= ROWS and keys > SHORT:
-            return "one query of few rows"
-        return "one query, lengths" if spec.key_lengths else "one query"
+        if spec.key_lengths:
+            return "one query, many lengths" if batch * spec.key_heads * keys > MANY else "one query, lengths"
+        return "one query of few rows" if batch * spec.key_heads <= ROWS else "one query"
     if spec.padded or spec.page_size:
         # Forward, flash-attn 3 and 2 read left padding by its starts.
         return "left padded" if spec.key_mask == "left" and not spec.gradients else "padded"
