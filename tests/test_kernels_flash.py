@@ -7,6 +7,7 @@ import importlib.util
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import fresh
 import pytest
@@ -481,3 +482,25 @@ def test_few_queries_take_the_kernel_that_splits_keys(version, queries, capturin
         assert functions.options["cache_batch_idx"] is rows
     flash2._cached(call, *tensors, call.key_lengths, None, torch.zeros(3, 1, dtype=torch.int32))
     assert "cache_batch_idx" not in functions.options
+
+
+@pytest.mark.parametrize(("gradients", "sizes"), [(False, {40}), (True, {64})])
+def test_flash4_pads_head_dims_to_what_its_backward_gets_right(gradients, sizes, monkeypatch):
+    """Seen on an H200: from the second tile of queries on, gradients of a head dim of 40 were those of another place."""
+    seen = set()
+
+    def flash_attn_func(query, key, value, **options):
+        seen.update(t.shape[-1] for t in (query, key, value))
+        return query, None
+
+    monkeypatch.setattr(flash4, "library", lambda: Library("a library", "4.0.0b36", SimpleNamespace(flash_attn_func=flash_attn_func)))
+    tensors = [torch.zeros(1, 4, 2, 36, requires_grad=gradients) for _ in range(3)]
+    output = flash4.run_flash4(AttentionCall(*tensors, causal=True))
+    assert seen == sizes and output.shape == (1, 4, 2, 36)
+
+
+def test_flash4_takes_pages_of_whole_head_dims():
+    claims = flash4.claims("4.0.0b36")
+    paged = {"page_size": 16, "key_lengths": True, "equal_lengths": False, "single_query": True}
+    for size, refused in ((64, set()), (80, set()), (40, {"paged"})):
+        assert words(claims, spec(1, 64, dim=size)._replace(**paged)) == refused

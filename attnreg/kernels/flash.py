@@ -43,6 +43,8 @@ class Kernels(NamedTuple):
     """Whether the kernels take this head dim with this value dim, with gradients or without; else both are padded to the larger."""
     fills_gaps: bool = False
     """The segments function writes zeros for queries without keys and, backward, for keys without queries, whatever stands in both."""
+    gradient_dims: int = 8
+    """With gradients, head dims are made multiples of this; else of 8."""
     reads_whole_tiles: bool = False
     """Values past the end of a row's keys are loaded and multiplied by 0, so that they must be finite."""
 
@@ -114,9 +116,10 @@ def run_flash(call: AttentionCall, kernels: Kernels) -> Output:
 
 
 def fitted(call: AttentionCall, kernels: Kernels, query, key, value) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Head dims as the kernels take them, multiples of 8, with zeros; the scale stays that of the true one."""
+    """Head dims as the kernels take them, with zeros; the scale stays that of the true one."""
     spec = call.spec
-    head_dim, value_dim = _eight(spec.head_dim), _eight(spec.value_dim)
+    multiple = _multiple(spec, kernels)
+    head_dim, value_dim = (size + -size % multiple for size in (spec.head_dim, spec.value_dim))
     if not kernels.value_dim(head_dim, value_dim, bool(spec.gradients)):
         head_dim = value_dim = max(head_dim, value_dim)
     if spec.unit_stride and spec.aligned and head_dim == spec.head_dim and value_dim == spec.value_dim:
@@ -136,8 +139,8 @@ def _apart(call: AttentionCall, *tensors: torch.Tensor) -> tuple[torch.Tensor, .
     return tuple(t.view_as(t) for t in tensors) if call.spec.compiling and call.spec.gradients else tensors
 
 
-def _eight(size: int) -> int:
-    return size + -size % 8
+def _multiple(spec: AttentionSpec, kernels: Kernels) -> int:
+    return kernels.gradient_dims if spec.gradients else 8
 
 
 def _extent(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -222,13 +225,11 @@ def no_sink_gradients(spec: AttentionSpec) -> Reason | None:
     return None
 
 
-def head_dim_notes(spec: AttentionSpec) -> Sequence[str]:
-    return ("pads head dims to multiples of 8, in copies",) if spec.head_dim % 8 or spec.value_dim % 8 else ()
-
-
 def notes_for(spec: AttentionSpec, kernels: Kernels) -> Sequence[str]:
     way = way_for(spec, kernels)
-    notes = [f"{way} keys" if way == "cached" else way, *head_dim_notes(spec)]
+    notes, multiple = [f"{way} keys" if way == "cached" else way], _multiple(spec, kernels)
+    if spec.head_dim % multiple or spec.value_dim % multiple:
+        notes.append(f"pads head dims to multiples of {multiple}, in copies")
     if way == "runs":
         notes += notes_of_runs(spec)
     ends_early = spec.key_lengths or spec.key_mask == "right"

@@ -105,7 +105,9 @@ def takes_dims(head_dim: int, value_dim: int, gradients: bool) -> bool:
     return head_dim == value_dim or (not gradients and (head_dim, value_dim) == (192, 128))
 
 
-_KERNELS = Kernels(_dense, _segments, _cached, reads_starts=False, value_dim=takes_dims, reads_whole_tiles=True)
+# The backward's parts round head dims up to multiples of 16 and of 32, and beyond one tile of queries don't find each other's sums where
+# the two differ (4.0.0b36: `flash_bwd_sm90.py`, `flash_bwd_postprocess.py`).
+_KERNELS = Kernels(_dense, _segments, _cached, reads_starts=False, value_dim=takes_dims, gradient_dims=32, reads_whole_tiles=True)
 
 
 def run_flash4(call: AttentionCall) -> Output:
@@ -155,6 +157,7 @@ def claims(version: str) -> Capabilities:
             dropped_padding_must_fit(_here),
             padding_needs_the_host(_here),
             pages_rule(1),
+            _paged_dims,
             no_sink_gradients,
             _no_segment_gradients,
             _no_window_gradients,
@@ -167,6 +170,13 @@ def claims(version: str) -> Capabilities:
 def _value_dim(spec: AttentionSpec) -> Support:
     native = takes_dims(spec.head_dim, spec.value_dim, bool(spec.gradients))
     return NATIVE if native else EMULATED("pads the smaller of head dim and value dim")
+
+
+def _paged_dims(spec: AttentionSpec) -> Reason | None:
+    """Pages of another size than a tile are read row by row, without a look at where the head dim ends."""
+    if spec.page_size and spec.head_dim % 16:
+        return Reason(Feature.PAGED.value, f"head dim {spec.head_dim}", "a multiple of 16")
+    return None
 
 
 def _no_window_gradients(spec: AttentionSpec) -> Reason | None:
