@@ -24,10 +24,10 @@ def run(call: AttentionCall, backend: Backend, function: Callable[[AttentionCall
     if call.spec.zero_size:
         result = _of_nothing(call)
     elif backend.layout == given:
-        result = _as_promised(function(call), call, backend)
+        result = _promised(function, call, backend)
     else:
         call.to_layout(backend.layout)
-        result = _as_promised(function(call), call, backend)
+        result = _promised(function, call, backend)
         result = (result[0].transpose(1, 2), result[1]) if call.return_lse else result.transpose(1, 2)
     if call.return_lse and Feature.LSE_GRADIENT not in backend.claims.features:
         result = (result[0], result[1].detach())
@@ -51,17 +51,20 @@ def _keeps(call: AttentionCall) -> bool:
     return call.cache is not None and call.pages is None and bool(call.spec.gradients) and not {"key", "value"} & set(call.spec.gradients)
 
 
-def _as_promised(result: Output, call: AttentionCall, backend: Backend) -> Output:
-    """What a backend returned, if it is of the kind that every backend returns. Values are the conformance suite's matter."""
-    if call.return_lse and not (isinstance(result, tuple) and len(result) == 2):
+def _promised(function: Callable[[AttentionCall], Output], call: AttentionCall, backend: Backend) -> Output:
+    """What a backend returns, if it is of the kind that every backend returns. Values are the conformance suite's matter."""
+    # Asked before, since a backend may change its call.
+    shape, dtype, return_lse, compiling = (*call.query.shape[:3], call.value_dim), call.query.dtype, call.return_lse, call.spec.compiling
+    result = function(call)
+    if return_lse and not (isinstance(result, tuple) and len(result) == 2):
         raise TypeError(f"backend {backend.name!r}: run returned a {type(result).__name__}, where call.return_lse asks for (output, lse)")
-    output = result[0] if call.return_lse else result
+    output = result[0] if return_lse else result
     if not isinstance(output, torch.Tensor):
         raise TypeError(f"backend {backend.name!r}: run returned a {type(output).__name__}, where the output tensor was asked for")
-    if not call.spec.compiling and (output.shape != (*call.query.shape[:3], call.value_dim) or output.dtype != call.query.dtype):
+    if not compiling and (output.shape != shape or output.dtype != dtype):
         raise ValueError(
-            f"backend {backend.name!r}: run returned {tuple(output.shape)} of {output.dtype}, where the output is "
-            f"{(*call.query.shape[:3], call.value_dim)} of {call.query.dtype}; `attnreg check {backend.name}` tries what it claims"
+            f"backend {backend.name!r}: run returned {tuple(output.shape)} of {output.dtype}, where the output is {shape} of {dtype}; "
+            f"`attnreg check {backend.name}` tries what it claims"
         )
     return result
 

@@ -326,6 +326,21 @@ def test_a_window_beyond_every_size_limits_nothing(side):
     torch.testing.assert_close(attnreg.attention(query, key, value, window=(side, side)), expected)
 
 
+def test_a_backend_may_change_its_call():
+    """As one does that turns the layout itself."""
+
+    def run(call):
+        call.to_layout("bhsd")
+        return call.query.transpose(1, 2)
+
+    attnreg.register(Backend("turning", run, attnreg.backends()["reference"].claims))
+    try:
+        query = torch.randn(1, 3, 2, 8)
+        assert torch.equal(attention(query, query, query, backend="turning"), query)
+    finally:
+        attnreg.unregister("turning")
+
+
 @pytest.mark.parametrize(
     ("returned", "says"),
     [
