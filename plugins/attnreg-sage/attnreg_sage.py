@@ -17,20 +17,29 @@ extreme, and float16's allowed error is 8 * eps * max|value| = 0.03: 16 times. T
 In bfloat16, whose allowed error is 8 times larger, the bound is as much laxer than the kernel.
 """
 
+TOKENS = 128
+"""Of one block of queries. The causal kernel of 1.0.6 goes through as many keys, and reads their int8 steps past the end of what there is
+where the keys end before: NaN, if memory holds one there. No query sees the keys that stand behind it."""
+
 
 def run_sage(call: AttentionCall) -> torch.Tensor:
     """Calls `sageattn` with the four arguments it honours; it swallows all others in silence."""
     from sageattention import sageattn
 
-    query, value = (t if t.stride(-1) == 1 else t.contiguous() for t in (call.query, call.value))
-    # `sageattn` subtracts the mean of the keys from them in place.
-    key = call.key.clone(memory_format=torch.contiguous_format)
+    missing = -call.query_length % TOKENS if call.causal else 0
+    if missing:
+        query, key, value = (torch.nn.functional.pad(t, (0, 0, 0, 0, 0, missing)) for t in (call.query, call.key, call.value))
+    else:
+        query, value = (t if t.stride(-1) == 1 else t.contiguous() for t in (call.query, call.value))
+        # `sageattn` subtracts the mean of the keys from them in place.
+        key = call.key.clone(memory_format=torch.contiguous_format)
     rows = min(map(most_rows, (query, key, value)))
     parts = [
         sageattn(*(t[start : start + rows] for t in (query, key, value)), tensor_layout="NHD", is_causal=call.causal, sm_scale=call.scale)
         for start in range(0, call.batch, rows)
     ]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+    output = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return output[:, : call.query_length]
 
 
 def most_rows(tensor: torch.Tensor) -> int:
@@ -65,7 +74,7 @@ sage = Backend(
     priority=60,
     missing=needs("sageattention>=1.0.6,<2", "triton", remedy="pip install attnreg-sage[sage]"),
     notes=lambda spec: (
-        "copies the keys, which the library would change in place",
+        "copies the keys, which the library would change in place; queries and values too, where their number is no multiple of 128",
         "int8 scores, float16 values; the int8 step is that of the largest number of 64 keys or 128 queries, hidden ones too",
     ),
 )

@@ -21,6 +21,7 @@ def library(monkeypatch):
     seen = {}
 
     def sageattn(q, k, v, tensor_layout="HND", is_causal=False, sm_scale=None, smooth_k=True, **swallowed):
+        assert not is_causal or k.shape[1] % 128 == 0, "the causal kernel reads steps of blocks that are not there"
         seen.update(layout=tensor_layout, causal=is_causal, scale=sm_scale, swallowed=swallowed)
         assert q.shape[0] * q.shape[2] <= 65535 and (q.shape[0] - 1) * q.stride(0) < 2**31, "a launch that is none, or an int32 too small"
         assert q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
