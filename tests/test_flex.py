@@ -429,3 +429,14 @@ def test_one_tile_of_a_wide_bias_is_in_flight_on_a_card(dtype, learned, stages):
 
     run_flex(call, attend)
     assert seen == [stages and {"num_stages": stages}]
+
+
+@pytest.mark.parametrize(("queries", "heads", "forced"), [(32, 8, False), (33, 8, True), (96, 8, True), (96, 2, False), (200, 8, True)])
+def test_queries_of_a_group_beyond_one_tile_leave_the_kernel_for_decoding(queries, heads, forced):
+    query, key, value = (torch.zeros(1, n, queries, 16, dtype=torch.bfloat16) for n in (heads, 2, 2))
+    call = AttentionCall(query, key, value, layout="bhsd")
+    seen = []
+    for device in ("cpu", "cuda"):
+        call._spec = call.spec._replace(device=device, capability=(9, 0))
+        run_flex(call, lambda *arguments: (seen.append(arguments[-1]), (query, None))[1])
+    assert seen == [None, {"FORCE_USE_FLEX_ATTENTION": True} if forced else None]

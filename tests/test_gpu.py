@@ -5,6 +5,7 @@ Skipped without a GPU. `ATTNREG_GPU_EXAMPLES` bounds the time: how many calls ea
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 
@@ -126,6 +127,11 @@ def test_compiled_whole(name, backend):
     torch.testing.assert_close(output, right, atol=2e-2, rtol=2e-2)
 
 
+def capture(graph):
+    gc.collect()  # a graph of an earlier test that is freed during a capture would end it
+    return torch.cuda.graph(graph)
+
+
 @pytest.mark.parametrize("backend", NAMES)
 @pytest.mark.parametrize("name", CALLS)
 def test_captured_and_replayed(name, backend):
@@ -141,7 +147,7 @@ def test_captured_and_replayed(name, backend):
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     try:
-        with torch.cuda.graph(graph):
+        with capture(graph):
             output = attnreg.attention(**call, backend=backend)
     except NoBackendError:
         pytest.skip("refuses this call while capturing")
@@ -247,7 +253,7 @@ def test_padded_training_in_a_graph(side, mode, backend):
             trained(call, leaves, upstream, backend)
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with capture(graph):
             results = trained(call, leaves, upstream, backend)
         for leaf in leaves:
             leaf.detach().mul_(0.5)
@@ -342,7 +348,7 @@ def test_a_captured_static_step_replayed_past_the_capacity(n, backend, by_kernel
     cache.reset()
     graph = torch.cuda.CUDAGraph()
     try:
-        with torch.cuda.graph(graph):
+        with capture(graph):
             output = attnreg.attention(*inputs, **options)
     except NoBackendError:
         pytest.skip("refuses this call while capturing")
@@ -388,7 +394,7 @@ def test_a_paged_cache_refuses_to_be_captured():
     cache = attnreg.PagedCache(1, 3, 12, 256, 2, 64, dtype=torch.bfloat16, device="cuda")
     step = [t[:, :1] for t in tokens()]
     attnreg.attention(*step, cache=cache[0], causal=True)
-    with pytest.raises(RuntimeError, match="use StaticCache"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+    with pytest.raises(RuntimeError, match="use StaticCache"), capture(torch.cuda.CUDAGraph()):
         attnreg.attention(*step, cache=cache[0], causal=True)
     assert cache.lengths.tolist() == [1, 1, 1]
 

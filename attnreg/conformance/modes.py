@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import contextlib
 import functools
 import math
@@ -243,6 +244,7 @@ def captures(backend: Backend, plain_cases, tally: Tally) -> None:
                 attend(backend, arguments)
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
+        gc.collect()  # an earlier graph that is freed during a capture would end it
         with torch.no_grad(), torch.cuda.graph(graph):
             output = attend(backend, arguments)
         others, _ = arrange(case, second)

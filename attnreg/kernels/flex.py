@@ -53,9 +53,12 @@ def run_flex(call: AttentionCall, attend: Callable | None = None) -> Output:
     constant = 1.0 if spec.scale else 1.0 / math.sqrt(call.head_dim)
     # A tile of a float32 bias is 64 KiB: more than one in flight beside the keys' does not fit a card's shared memory.
     wide = spec.device == "cuda" and spec.bias is not None and ("bias" in spec.gradients or call.bias.dtype.itemsize > 2)
+    tuning = {"num_stages": 1} if wide else {}
+    if _too_many_for_one_tile(call):
+        tuning["FORCE_USE_FLEX_ATTENTION"] = True
     output, lse = (attend or _attend_for(call))(
         query, key, value, score_change(call, queries), remembered_block_mask(call), constant, spec.query_heads != spec.key_heads, needs_lse,
-        {"num_stages": 1} if wide else None,
+        tuning or None,
     )  # fmt: skip
     output = output[..., : call.value_dim]
     if call.sinks is not None:
@@ -67,6 +70,13 @@ def run_flex(call: AttentionCall, attend: Callable | None = None) -> Output:
         output = output.masked_fill(~queries[:, None, :, None], 0.0)
         lse = lse.masked_fill(~queries[:, None, :], NEGATIVE_INFINITY) if call.return_lse else None
     return (output, lse) if call.return_lse else output
+
+
+def _too_many_for_one_tile(call: AttentionCall) -> bool:
+    """Up to 127 queries go to torch's kernel for decoding, which puts those of a group of heads into one tile. Beyond a block of the mask it
+    finds no configuration, and fails to compile."""
+    group = call.spec.query_heads // max(call.spec.key_heads, 1)
+    return call.spec.device == "cuda" and group > 1 and call.query_length > SIZE // group
 
 
 def score_change(call: AttentionCall, queries: torch.Tensor | None) -> Callable | None:
@@ -144,6 +154,7 @@ def _attend_for(call: AttentionCall) -> Callable:
         call.batch == 1,
         tuple(n <= SIZE for n in lengths),
         tuple(n % SIZE == 0 for n in lengths),
+        _too_many_for_one_tile(call),
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
     )
