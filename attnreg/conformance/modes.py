@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import contextlib
 import functools
+import gc
 import math
 from collections.abc import Callable, Iterator
 
