@@ -24,7 +24,6 @@ from .flash import (
     padding_needs_the_host,
     pages_rule,
     run_flash,
-    way_for,
 )  # fmt: skip
 from .installed import Library, find, without_parent
 from .order import rank_of
@@ -159,8 +158,6 @@ def claims(version: str) -> Capabilities:
             pages_rule(1),
             _paged_dims,
             no_sink_gradients,
-            _no_segment_gradients,
-            _no_window_gradients,
             _by_card,
             _dims_by_card,
         ),
@@ -176,20 +173,6 @@ def _paged_dims(spec: AttentionSpec) -> Reason | None:
     """Pages of another size than a tile are read row by row, without a look at where the head dim ends."""
     if spec.page_size and spec.head_dim % 16:
         return Reason(Feature.PAGED.value, f"head dim {spec.head_dim}", "a multiple of 16")
-    return None
-
-
-def _no_window_gradients(spec: AttentionSpec) -> Reason | None:
-    """Seen on an H200 with 4.0.0b36: beyond one tile, gradients of queries at its end come out 0."""
-    if spec.gradients and spec.window is not None:
-        return Reason(Feature.WINDOW.value, "with gradients", "forward only: flash-attn 4's windowed backward is wrong", "flash2 has it")
-    return None
-
-
-def _no_segment_gradients(spec: AttentionSpec) -> Reason | None:
-    """Seen on an H200 with 4.0.0b36: gradients of a query in a segment that has more queries than keys come out 0."""
-    if spec.gradients and way_for(spec, _KERNELS) in ("segments", "gathered"):
-        return Reason(Feature.BACKWARD.value, "through packed rows or padding", "forward only there", "flash2 gives it")
     return None
 
 
