@@ -23,10 +23,12 @@ KINDS = {
     "few queries": {"equal_lengths": False, "sizes": (2, 16, 4096)},
     "unequal": {"equal_lengths": False, "sizes": (2, 512, 4096)},
     "window": {"window": (True, False)},
+    "window, training": {"window": (True, False), "gradients": ("query",)},
     "softcap": {"softcap": True},
     "left padded": {"key_mask": "left"},
     "padded": {"key_mask": "right"},
     "packed": {"packed": True},
+    "packed, training": {"packed": True, "gradients": ("query",)},
     "masked": {"mask": (True, False, True, True)},
 }
 

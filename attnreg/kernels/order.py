@@ -1,6 +1,6 @@
 """The automatic order on CUDA, as measured on an H200 (docs/order.md, made by benchmarks/order.py): for each kind of call, fastest first.
 
-A backend's rank is its place in the line of the call's kind. Those of other cards are taken to be alike until somebody measures them.
+A backend's rank is its place in the line of the call's kind; who was not measured there stands behind those who were. Those of other cards are taken to be alike until somebody measures them.
 cuDNN makes a plan for every new shape, which takes tens of milliseconds, and keys that grow by one a step are a new shape each. So a lone
 query goes to cuDNN only where lengths stand beside a buffer of one size.
 """
@@ -25,10 +25,12 @@ ORDER = {
     "long and wide": "flash3 flash4 cudnn flash2 sdpa xformers varlen flex",
     "unequal": "flash4 flash3 flash2 sdpa xformers varlen cudnn flex",
     "window": "flash4 flash3 flash2 sdpa varlen xformers cudnn flex",
+    "window, training": "flash2 sdpa varlen flash4 flash3 xformers cudnn flex",
     "softcap": "flash3 flash4 flash2 flex",
     "left padded": "flash3 flash2 flash4 varlen xformers cudnn sdpa flex",
     "padded": "flash2 flash3 flash4 varlen xformers cudnn sdpa flex",
     "packed": "flash3 flash4 flash2 varlen xformers flex sdpa",
+    "packed, training": "flash2 varlen flash4 flash3 xformers flex sdpa",
     "masked": "flash2 cudnn sdpa xformers flex",
 }
 SHORT = 1024
@@ -51,7 +53,7 @@ def kind(spec: AttentionSpec) -> str:
     if spec.softcap:
         return "one query, softcap" if spec.single_query else "softcap"
     if spec.packed:
-        return "packed"
+        return "packed, training" if spec.gradients else "packed"
     if spec.single_query:
         if spec.window:
             return "one query, window"
@@ -62,7 +64,7 @@ def kind(spec: AttentionSpec) -> str:
         # Forward, flash-attn 3 and 2 read left padding by its starts.
         return "left padded" if spec.key_mask == "left" and not spec.gradients else "padded"
     if spec.window:
-        return "window"
+        return "window, training" if spec.gradients else "window"
     if not spec.equal_lengths:
         return "few queries" if queries <= FEW else "unequal"
     if spec.gradients:
