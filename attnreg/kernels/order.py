@@ -1,6 +1,7 @@
 """The automatic order on CUDA, as measured on an H200 (docs/order.md, made by benchmarks/order.py): for each kind of call, fastest first.
 
-A backend's rank is its place in the line of the call's kind; who was not measured there stands behind those who were. Those of other cards are taken to be alike until somebody measures them.
+A backend's rank is its place in the line of the call's kind; who was not measured there stands behind those who were. Other cards are taken to be
+alike until somebody measures them. Where two take the card as long, or one a few microseconds less, the one that costs the host less comes first.
 cuDNN makes a plan for every new shape, which takes tens of milliseconds, and keys that grow by one a step are a new shape each. So a lone
 query goes to cuDNN only where lengths stand beside a buffer of one size.
 """
