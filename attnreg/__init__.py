@@ -1,5 +1,7 @@
 """One attention call that means one thing, run by the best kernel that can give exactly that meaning."""
 
+import importlib
+
 from .attention import attention, explain, explain_spec, last_selection
 from .backend import Backend, needs
 from .cache import DynamicCache, PagedCache, SlidingCache, StaticCache
@@ -46,3 +48,10 @@ __all__ = [
     "use",
     "using",
 ]
+
+
+def __getattr__(name: str):
+    """`attnreg.nn` and `attnreg.conformance`, imported when first asked for."""
+    if name in ("nn", "conformance"):
+        return importlib.import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

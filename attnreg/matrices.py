@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from .backend import Backend
-from .capabilities import Support, dtype_name, version_text
+from .capabilities import Capabilities, Support, dtype_name, version_text
 from .spec import Feature
 
 Cells = tuple[list[str], list[list[str]]]
@@ -25,7 +25,7 @@ def claims(backends: Iterable[Backend]) -> Cells:
     rows = [[feature.value, *(word(backend, feature) for backend in backends)] for feature in Feature]
     facts = {
         "devices": lambda c: " ".join(sorted(c.devices)),
-        "compute capability": lambda c: "" if c.smallest_capability is None else f"{version_text(c.smallest_capability)}+",
+        "compute capability": _capabilities,
         "dtypes": lambda c: " ".join(sorted(map(_short, c.dtypes))),
         "largest head dim": lambda c: str(c.head_dim.largest or "any"),
     }
@@ -46,10 +46,27 @@ def certificate(report: dict[str, Any]) -> Cells:
 def headline(report: dict[str, Any]) -> str:
     """What a certificate is of: backend, device, verdict, how much was run, and the versions that it holds for."""
     verdict = "passed" if report["passed"] else "failed"
-    if excepted := [check["name"] for check in report["checks"] if check["result"] == "excepted"]:
+    results = {check["name"]: check["result"] for check in report["checks"]}
+    if not any(result in ("passed", "failed") for result in results.values()):
+        verdict = "nothing shown"
+    elif left := sum(result == "skipped" for result in results.values()):
+        verdict += f" in {len(results) - left} of {len(results)} checks"
+    excepted = [name for name, result in results.items() if result == "excepted"]
+    if excepted:
         verdict += f" but for {', '.join(excepted)}, as declared"
+    if unshown := [name for name in report["claims"].get("exceptions", {}) if name not in excepted and results.get(name) != "failed"]:
+        verdict += f" ({', '.join(unshown)}, declared to fail, not run)"
     versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
     return f"{report['backend']} on {report['device']}: {verdict}, {report['cases']} calls ({report['profile']}); {versions}"
+
+
+def _capabilities(claims: Capabilities) -> str:
+    least, most = claims.smallest_capability, claims.largest_capability
+    if least is None:
+        return "" if most is None else f"to {version_text(most)}"
+    if least == most:
+        return version_text(least)
+    return f"{version_text(least)}+" if most is None else f"{version_text(least)} to {version_text(most)}"
 
 
 def markdown(head: list[str], rows: list[list[str]]) -> str:

@@ -42,3 +42,11 @@ def test_a_first_plain_call_brings_no_compiler():
     assert min(seconds for seconds, _ in answers) < 0.6, (
         "measured: 0.13 s; once 4 s, most of it torch._dynamo and the metadata of all packages"
     )
+
+
+def test_the_suite_and_the_layers_are_there_when_asked_for():
+    asked = "import attnreg, sys; early = 'attnreg.conformance' in sys.modules; print(early, attnreg.conformance.reproduce.__name__, attnreg.nn.Attention.__name__)"
+    said = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=True).stdout.split()
+    assert said == ["False", "reproduce", "Attention"]
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        importlib.import_module("attnreg").nothing  # noqa: B018

@@ -159,3 +159,21 @@ def test_finite_terms_of_half_precision_never_add_up_to_hidden(learned):
     assert expected.abs().amax(-1).min() > 0.1
     torch.testing.assert_close(found[:, :, 1], expected[:, :, 1], rtol=0.01, atol=0.01)
     assert found[:, :, 0].abs().max() > 0.01
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("window", [(0, None), (5, None), (5, 3), (200, None), (None, 2)])
+@pytest.mark.parametrize("gradients", [False, True])
+def test_a_lone_query_is_given_what_its_window_shows(causal, window, gradients):
+    """By views of the keys, where a mask would be made for all of them."""
+    query, key, value = (t.requires_grad_(gradients) for t in tensors(queries=1, keys=100))
+    options = {"causal": causal, "window": window}
+    expected = attnreg.attention(query, key, value, **options, backend="reference")
+    calls = record(query, key, value, **options).work()
+    assert [call[0] for call in calls] == [FUSED]
+    assert not attnreg.last_selection().emulations
+    output = attnreg.attention(query, key, value, **options, backend="sdpa")
+    torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-6)
+    if gradients:
+        got, right = (torch.autograd.grad(out.square().sum(), (query, key, value)) for out in (output, expected))
+        torch.testing.assert_close(got, right, rtol=1e-4, atol=1e-5)

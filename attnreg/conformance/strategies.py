@@ -14,11 +14,13 @@ from .cases import Case
 
 SIZES = {
     "small": ((1, 2, 3, 4, 5, 7, 8, 9, 13, 16, 17), (1, 2, 3), (8, 4, 1, 3, 5, 12, 16, 20, 32)),
+    "mixed": ((1, 2, 3, 4, 5, 7, 8, 9, 13, 16, 17, 65, 130, 300), (1, 2, 3), (8, 4, 1, 3, 5, 12, 16, 20, 32)),
     "few": ((8, 1, 5, 13, 16), (2,), (8,)),
     "compiled": ((33, 1, 9, 100, 200, 150, 300), (2, 3, 5), (64, 128, 36)),
     "large": ((1, 2, 7, 16, 33, 64, 65, 100, 127, 128, 129, 200, 257, 300), (1, 2, 3), (64, 8, 40, 72, 80, 96, 128, 136, 192, 256)),
 }
-"""By name: query and key lengths, batch sizes, head dims. Simplest first, for shrinking. "few" is for backends that compile for each,
+"""By name: query and key lengths, batch sizes, head dims. Simplest first, for shrinking. "mixed" leaves a kernel's first tile now and then;
+"few" is for backends that compile for each,
 "compiled" for those that compile for each kind of call (`kinds`)."""
 _HEADS = {"few": ((2,), (2,)), "compiled": ((2,), (2, 4))}
 """Key heads, and groups of query heads."""

@@ -83,8 +83,9 @@ def rows_fit(spec: AttentionSpec) -> Reason | None:
 
 def run_for(spec: AttentionSpec) -> Callable[[AttentionCall], Output]:
     """The fused CPU kernel itself where nothing need be done around it, else `run_sdpa`."""
-    plain = not spec.padded and spec.unit_stride and spec.head_dim == spec.value_dim and not spec.return_lse
-    if kernel_for(spec) != "cpu flash" or not plain or needs_mask(spec):
+    if cuts_to_window(spec):
+        return _run_in_window
+    if kernel_for(spec) != "cpu flash" or not _plain(spec) or needs_mask(spec):
         return run_sdpa
     causal = spec.causal and spec.equal_lengths
 
@@ -92,6 +93,23 @@ def run_for(spec: AttentionSpec) -> Callable[[AttentionCall], Output]:
         return torch._scaled_dot_product_flash_attention_for_cpu(call.query, call.key, call.value, 0.0, causal, scale=call.scale)[0]
 
     return run_cpu_flash
+
+
+def _plain(spec: AttentionSpec) -> bool:
+    return not spec.padded and spec.unit_stride and spec.head_dim == spec.value_dim and not spec.return_lse
+
+
+def cuts_to_window(spec: AttentionSpec) -> bool:
+    """Whether a lone query, which sits on the last slot, is given what its window shows and nothing to mask."""
+    lone = spec.window is not None and spec.single_query and not spec.compiling
+    return lone and kernel_for(spec) == "cpu flash" and _plain(spec) and not needs_mask(spec._replace(window=None))
+
+
+def _run_in_window(call: AttentionCall) -> torch.Tensor:
+    key, value, left = call.key, call.value, call.window[0]
+    if left is not None and left < key.shape[2] - 1:
+        key, value = key[:, :, -left - 1 :], value[:, :, -left - 1 :]
+    return torch._scaled_dot_product_flash_attention_for_cpu(call.query, key, value, 0.0, False, scale=call.scale)[0]
 
 
 def run_sdpa(call: AttentionCall) -> Output:
@@ -284,15 +302,14 @@ def _math(call: AttentionCall, query, key, value, mask, causal) -> tuple[torch.T
 # ---------------------------------------------------------------------- the claims
 
 
-def _unless_flash(cost: str):
-    native, emulated = NATIVE, EMULATED(cost)
-    return lambda spec: native if kernel_for(spec) == "flash" else emulated
-
-
 def _unequal(spec: AttentionSpec) -> Support:
-    if kernel_for(spec) == "flash" or (spec.single_query and spec.window is None and spec.alibi is None):
+    if kernel_for(spec) == "flash" or (spec.single_query and spec.window is None and spec.alibi is None) or cuts_to_window(spec):
         return NATIVE
     return EMULATED("a (B or 1, 1, Sq, Sk) mask for the diagonal")
+
+
+def _window(spec: AttentionSpec) -> Support:
+    return NATIVE if kernel_for(spec) == "flash" or cuts_to_window(spec) else EMULATED("a (B or 1, 1, Sq, Sk) mask")
 
 
 def _grouped(spec: AttentionSpec) -> Support:
@@ -356,7 +373,7 @@ sdpa = Backend(
         features={
             Feature.CAUSAL: NATIVE,
             Feature.UNEQUAL_LENGTHS: _unequal,
-            Feature.WINDOW: _unless_flash("a (B or 1, 1, Sq, Sk) mask"),
+            Feature.WINDOW: _window,
             Feature.QUERY_MASK: NATIVE,
             Feature.KEY_MASK: NATIVE,
             Feature.MASK: NATIVE,
