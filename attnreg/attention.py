@@ -15,6 +15,7 @@ from .backend import Backend, Output
 from .cache.segments import in_rows
 from .call import AttentionCall
 from .checks.options import take_lengths
+from .looked import transforming
 from .packing import Padding
 from .plans import on_device, signature_of, step_facts
 from .run import run, run_appending
@@ -179,7 +180,8 @@ def attention(
         selection = choose(call, backend, layer, scope)
         _last.selection = selection
         # Made before the backend gets the call, which is then its own to change.
-        if asked is not None and call.repeatable and asked[-1] < 0:  # which tensors are dual, no guard sees
+        # Which tensors are dual, or wrapped by torch.func, no guard sees.
+        if asked is not None and call.repeatable and asked[-1] < 0 and not transforming():
             if options is not None:  # paddings may be known by now
                 options = plans.optional(query_mask, key_mask, mask, bias, alibi_slopes, sinks)
                 asked = (*asked[:-2], tuple(map(signature_of, options.values())), asked[-1])

@@ -13,14 +13,21 @@ Answer = TypeVar("Answer")
 _TRACERS = torch._C._TorchDispatchModeKey.FAKE, torch._C._TorchDispatchModeKey.PROXY
 
 
-def readable(tensor: torch.Tensor) -> bool:
-    """Whether the host may look at a tensor's values: not while a tracer has none or writes down what is done with them (torch.compile,
-    torch.export, make_fx, FakeTensorMode), nor while a CUDA graph is captured."""
+def traced(tensor: torch.Tensor) -> bool:
+    """Whether there are no values, or a tracer writes down what is done with them: torch.compile, torch.export, make_fx, FakeTensorMode."""
     if torch.compiler.is_compiling() or any(torch._C._get_dispatch_mode(tracer) is not None for tracer in _TRACERS):
-        return False
-    if tensor.device.type == "meta" or isinstance(tensor, torch._subclasses.FakeTensor):
-        return False
-    return not (tensor.device.type == "cuda" and torch.cuda.is_current_stream_capturing())
+        return True
+    return tensor.device.type == "meta" or isinstance(tensor, torch._subclasses.FakeTensor)
+
+
+def readable(tensor: torch.Tensor) -> bool:
+    """Whether the host may look at a tensor's values: not while it is traced, nor while a CUDA graph is captured."""
+    return not traced(tensor) and not (tensor.device.type == "cuda" and torch.cuda.is_current_stream_capturing())
+
+
+def transforming() -> bool:
+    """Whether this is inside of torch.func's grad, vmap or functionalize, where new tensors are wrapped: none of them may be kept."""
+    return not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
 
 
 class Looked(Generic[Answer]):

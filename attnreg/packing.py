@@ -15,7 +15,7 @@ import torch
 from . import visibility
 from .capabilities import Reason
 from .checks.numbers import whole_numbers
-from .looked import Looked, readable
+from .looked import Looked, readable, transforming
 from .spec import AttentionSpec, Feature
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class Padding:
             raise ValueError(f"form: one of {', '.join(FORMS)}, got {form!r}")
         _check_mask(mask)
         _check_lengths(mask, lengths, host_lengths)
-        if mask.device.type == "cpu" and readable(mask):
+        if mask.device.type == "cpu" and readable(mask) and not transforming():
             _check_claims(mask, form, lengths, host_lengths)
         self.mask = mask
         self.form = form
@@ -119,7 +119,8 @@ class Padding:
     @property
     def packed(self) -> Packed:
         """Indices and cu_seqlens of the real tokens; computed once. Needs no host copy when `host_lengths` is known."""
-        if self._packed is None:
+        packed = self._packed
+        if packed is None:
             total = None if self.host_lengths is None else sum(self.host_lengths)
             with to_be_kept():
                 flat = self.mask.reshape(-1)
@@ -129,21 +130,26 @@ class Padding:
                     indices = torch.nonzero_static(flat, size=total).flatten()
                 cu = torch.nn.functional.pad(self.lengths.cumsum(0, dtype=torch.int32), (1, 0))
             longest = self.mask.shape[1] if self.host_lengths is None else max(self.host_lengths, default=0)
-            self._packed = Packed(indices, cu, longest)
-        return self._packed
+            packed = Packed(indices, cu, longest)
+            if not transforming():
+                self._packed = packed
+        return packed
 
     @property
     def bounds(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The slots where each row's real tokens start and end, (B,) int32 each; computed once. For the forms "left" and "right"."""
-        if self._bounds is None:
+        bounds = self._bounds
+        if bounds is None:
             size = self.mask.shape[1]
             with to_be_kept():
                 lengths = self.lengths.to(torch.int32)
                 if self.form == "left":
-                    self._bounds = size - lengths, torch.full_like(lengths, size)
+                    bounds = size - lengths, torch.full_like(lengths, size)
                 else:
-                    self._bounds = torch.zeros_like(lengths), lengths
-        return self._bounds
+                    bounds = torch.zeros_like(lengths), lengths
+            if not transforming():
+                self._bounds = bounds
+        return bounds
 
     def __reduce__(self) -> tuple:
         """For copies and pickles, made anew: the mask's copy counts its own changes, and what was found is told apart by ids."""
@@ -169,7 +175,7 @@ def _check_mask(mask: Any) -> None:
 
 def _check_lengths(mask: torch.Tensor, lengths: Any, host_lengths: Any) -> None:
     rows = mask.shape[0]
-    if host_lengths is not None and len(host_lengths) != rows:
+    if host_lengths is not None and len(whole_numbers("host_lengths", host_lengths)) != rows:
         raise ValueError(f"host_lengths: one number for each of the mask's {rows} rows, got {host_lengths}")
     if lengths is None:
         return

@@ -621,3 +621,18 @@ def test_a_layer_can_be_restored_from_its_own_contents(kind, counts):
     before = [t.clone() for t in layer.contents()[:3]]
     layer.restore(*layer.contents())
     assert all(torch.equal(now, was) for now, was in zip(layer.contents(), before))
+
+
+def test_a_refused_write_gives_back_nothing_of_others():
+    """Another thread's call came between the check and the run: the pages that it took are not this call's to release."""
+    cache = PagedCache(1, 1, 8, 2, 1, 4)
+    other = cache.fork()
+    mine, theirs = cache[0], other[0]
+    token = torch.ones(1, 1, 1, 4)
+    step = mine.prepare(token, token, None, None, None)
+    attention(2 * token, 2 * token, 2 * token, cache=theirs)
+    with pytest.raises(RuntimeError, match="its pages changed"):
+        mine.write(step)
+    mine.undo(step)
+    attention(3 * token, 3 * token, 3 * token, cache=mine)
+    assert theirs.contents()[0].flatten().tolist() == [2.0] * 4 and mine.contents()[0].flatten().tolist() == [3.0] * 4

@@ -191,3 +191,27 @@ def test_the_command_takes_both(tmp_path):
     assert done.exit_code == 0 and "0 checks failed" in done.output, done.output
     done = CliRunner().invoke(app, [*arguments[:-2], "--seconds", "1"])
     assert "the time was up" in done.output, done.output
+
+
+def test_a_kernel_that_asserts_is_no_exception():
+    def run(call):
+        assert not call.return_lse, "an assert of the kernel"
+        return attnreg.backends()["sdpa"].run(call)
+
+    claims = Capabilities({Feature.LSE: NATIVE}, bound=1.0, exceptions={"equals_reference[lse]": "no"})
+    report, outcome = one_check(attnreg.Backend("asserting", run, claims, layout="bhsd"), "equals_reference[lse]")
+    assert outcome.result == "failed" and "raised AssertionError: an assert of the kernel" in outcome.text and not report.passed
+
+
+def test_what_is_declared_to_fail_is_not_passed_for_want_of_time(tmp_path):
+    def slow(call):
+        time.sleep(0.3)
+        return attnreg.backends()["sdpa"].run(call)
+
+    claims = Capabilities({}, bound=1.0, exceptions={"equals_reference": "no"})
+    report = run_checks(attnreg.Backend("slow", slow, claims, layout="bhsd"), profile=FEW, seconds=1)
+    outcome = next(o for o in report.outcomes if o.name == "equals_reference")
+    assert outcome.result == "skipped" and "declared to fail, and not seen to" in outcome.text
+    report.write(tmp_path / "slow.json")
+    shown = CliRunner().invoke(app, ["matrix", "--from", str(tmp_path / "slow.json")], env={"COLUMNS": "300"}).output
+    assert shown.startswith("slow on cpu: nothing shown (equals_reference, declared to fail, not run), ")

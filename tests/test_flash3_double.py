@@ -9,6 +9,7 @@ import flash3_double
 import pytest
 import torch
 from test_kernels_flash import built, files_of
+from torch._subclasses import FakeTensorMode
 
 import attnreg
 from attnreg.call import AttentionCall
@@ -96,11 +97,17 @@ def test_an_operator_of_other_arguments_is_left_alone():
         older._destroy()
 
 
-def test_gradients_and_the_compiler_go_by_the_functions(monkeypatch):
+def test_gradients_and_tracers_go_by_the_functions(monkeypatch):
+    """Which have what they ask for; the operator under them has not."""
     monkeypatch.setattr(flash3._Found, "operator", torch.ops.flash3_double.fwd.default)
-    spec = AttentionCall(*[torch.zeros(1, 2, 1, 8)] * 3).spec
-    assert flash3._reaches_operator(spec)
-    assert not flash3._reaches_operator(spec._replace(compiling=True)) and not flash3._reaches_operator(spec._replace(gradients=("query",)))
+    tensors = [torch.zeros(1, 2, 1, 8) for _ in range(3)]
+    assert flash3._reaches_operator(AttentionCall(*tensors))
+    assert not flash3._reaches_operator(AttentionCall(*(t.clone().requires_grad_() for t in tensors)))
+    assert not flash3._reaches_operator(AttentionCall(*(t.to("meta") for t in tensors)))
+    with FakeTensorMode() as mode:
+        assert not flash3._reaches_operator(AttentionCall(*(mode.from_tensor(t) for t in tensors)))
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert not flash3._reaches_operator(AttentionCall(*tensors))
 
 
 class Twice(torch.autograd.Function):

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import fresh
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 import attnreg
 from attnreg.call import AttentionCall
@@ -496,3 +497,24 @@ def test_flash4_takes_pages_of_whole_head_dims():
     paged = {"page_size": 16, "key_lengths": True, "equal_lengths": False, "single_query": True}
     for size, refused in ((64, set()), (80, set()), (40, {"paged"})):
         assert words(claims, spec(1, 64, dim=size)._replace(**paged)) == refused
+
+
+def test_row_numbers_of_a_transform_are_not_kept(monkeypatch):
+    """Inside of torch.func even what is made of nothing is wrapped, and dead afterwards."""
+    functions = Functions()
+    monkeypatch.setattr(flash2._Found, "where", Library("a library", "2.8.3", functions))
+    monkeypatch.setattr(flash2._Found, "kernels", flash2.kernels("2.8.3"), raising=False)
+    monkeypatch.setattr(flash2, "_rows", {})
+    tensors = [torch.zeros(3, n, 2, 8) for n in (1, 9, 9)]
+
+    def cached(scale):
+        return (flash2._cached(AttentionCall(*tensors, causal=True), *tensors, None, None, None)[0] * scale).sum()
+
+    torch.func.grad(cached)(torch.ones(()))
+    assert not flash2._rows and "cache_batch_idx" not in functions.options
+    with FakeTensorMode():
+        fake = [torch.zeros(3, n, 2, 8) for n in (1, 9, 9)]
+        flash2._cached(AttentionCall(*fake, causal=True), *fake, None, None, None)
+    assert not flash2._rows
+    cached(torch.ones(()))
+    assert functions.options["cache_batch_idx"].tolist() == [0, 1, 2]

@@ -190,3 +190,19 @@ def test_a_padding_that_fits_its_mask_is_taken():
     assert packing.Padding(torch.ones(2, 3, dtype=torch.bool), "left").form == "left"
     with FakeTensorMode():
         assert packing.Padding(torch.ones(2, 3, dtype=torch.bool), "right").lengths.shape == (2,)
+
+
+def test_a_padding_is_made_and_used_inside_of_transforms():
+    mask = torch.tensor([[True, True, False], [True, True, True]])
+
+    def total(x):
+        padding = packing.Padding(mask, "right", torch.tensor([2, 3]))
+        return x * padding.lengths.sum()
+
+    assert torch.func.grad(total)(torch.ones(())) == 5.0
+    assert torch.vmap(total)(torch.ones(2)).tolist() == [5.0, 5.0]
+    padding = packing.Padding(mask, "right")
+    torch.func.grad(lambda x: x * padding.bounds[1].sum() * padding.packed.cu_seqlens.sum())(torch.ones(()))
+    assert padding.bounds[1].tolist() == [2, 3] and padding.packed.cu_seqlens.tolist() == [0, 2, 5]
+    with pytest.raises(TypeError, match="host_lengths: whole numbers"):
+        packing.Padding(mask, "right", host_lengths=(2.0, 3.5))

@@ -46,6 +46,8 @@ class _New(NamedTuple):
     """Row, column and page that `table` does not hold yet."""
     counted: torch.Tensor | None
     """The lengths on the device, which `write` advances, or None."""
+    taken: list[int]
+    """Of the fresh pages those that `write` took, which `undo` gives back."""
 
 
 def _first_pages(tables: list[list[int]]) -> tuple[int, int] | None:
@@ -116,7 +118,7 @@ class PagedLayer:
         # What a key mask means for the choice is asked before `write`, and so the lengths are made anew then, as they will be.
         there = self._counts_there() if key.shape[1] <= append.FEW and key_mask is None else None
         entries = entries if table is self._table else []
-        new = _New(key, value, tables, after, starts, counts, list(fresh), copies, table, first, entries, there)
+        new = _New(key, value, tables, after, starts, counts, list(fresh), copies, table, first, entries, there, [])
         return self._step(table, first, after, new, max(starts, default=0) + key.shape[1], there)
 
     def _left(self) -> int:
@@ -217,6 +219,7 @@ class PagedLayer:
         device = pool.keys.device
         if any(page not in pool.free for page in new.fresh):
             raise RuntimeError("cache: its pages changed between the check of this call and its run; one thread at a time")
+        new.taken.extend(new.fresh)
         pool.take(new.fresh)
         if new.copies:
             source, target = torch.tensor(new.copies, device=device).T
@@ -263,7 +266,7 @@ class PagedLayer:
 
     def undo(self, step: Step) -> None:
         new, self._counted = step.new, None
-        self.pool.release([page for page in new.fresh if self.pool.holders[page]])
+        self.pool.release([page for page in new.taken if self.pool.holders[page]])
         self._enter([(row, column, 0) for row, column, _ in new.entries], new.table)
         self._clear(self._tables, new.starts, new.after)
 

@@ -246,6 +246,8 @@ def _judged(backend: Backend, check: Check, outcome: Outcome) -> Outcome:
     if outcome.text == OUT_OF_TIME:
         drawn = outcome.cases + outcome.refused
         text = f"{OUT_OF_TIME} after {drawn} calls, where {check.examples} were to be drawn" if drawn else f"{OUT_OF_TIME} before it began"
+        if why:
+            return outcome._replace(result="skipped", text=f"{text}; declared to fail, and not seen to")
         return outcome._replace(result="passed" if outcome.cases else "skipped", text=text)
     if why and outcome.result == "passed":
         return outcome._replace(result="failed", text=f"{check.name}: declared to fail ({why}), and passes: take it from the exceptions")

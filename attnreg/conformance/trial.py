@@ -72,7 +72,10 @@ def attend(backend: Backend, arguments: dict[str, Any]) -> Any:
     if selection.chosen is None:
         raise NoBackendError(selection)
 
-    return run(call, selection.chosen, selection.run)
+    try:
+        return run(call, selection.chosen, selection.run)
+    except AssertionError as error:  # not to be taken for what a check finds
+        raise RuntimeError(f"backend {backend.name!r} raised AssertionError: {error}") from error
 
 
 def attempt(backend: Backend, case: Case, given: Values, dtype: torch.dtype | None = None) -> Result:

@@ -15,6 +15,7 @@ from packaging.version import Version
 from ..backend import Backend, Output
 from ..call import AttentionCall
 from ..capabilities import EMULATED, NATIVE, Capabilities, Dims, Reason
+from ..looked import traced, transforming
 from ..spec import AttentionSpec, Feature
 from .flash import (
     Kernels,
@@ -108,10 +109,11 @@ _rows: dict[tuple[int, torch.device], torch.Tensor] = {}
 
 
 def _row_numbers(call: AttentionCall) -> torch.Tensor | None:
-    """0 to B - 1, (B,) int32, kept; None inside of a graph that meets a B first, since a graph keeps its memory to itself."""
+    """0 to B - 1, (B,) int32, kept; None where a B is met first that can't be: inside of a graph, which keeps its memory to itself, or where tensors are
+    wrapped or fake."""
     known = call.query.shape[0], call.query.device
     numbers = _rows.get(known)
-    if numbers is None and not call.spec.capturing and call.query.__class__ is torch.Tensor:
+    if numbers is None and not (call.spec.capturing or traced(call.query) or transforming()):
         with torch.inference_mode(False):
             numbers = _rows[known] = torch.arange(known[0], dtype=torch.int32, device=known[1])
         if numbers.is_cuda:

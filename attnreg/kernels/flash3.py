@@ -14,6 +14,7 @@ import torch
 from ..backend import Backend, Output
 from ..call import AttentionCall
 from ..capabilities import EMULATED, NATIVE, Capabilities, Dims, Reason, Support
+from ..looked import traced
 from ..spec import AttentionSpec, Feature
 from .flash import (
     Kernels,
@@ -79,13 +80,13 @@ def _dense(call: AttentionCall, query, key, value) -> Result:
     if spec.sizes is not None and spec.sizes[1] <= FEW and not spec.gradients:
         # The function for caches splits long keys over the card by itself, the other one never does.
         return _cached(call, query, key, value, None, None, None)
-    if _reaches_operator(spec):
+    if _reaches_operator(call):
         return _inference(call, query, key, value, num_splits=1)
     return _pair(library().module.flash_attn_func(query, key, value, **_options(call)))
 
 
 def _segments(call: AttentionCall, query, key, value, cu_query, cu_key, longest_query, longest_key) -> Result:
-    if _reaches_operator(call.spec):
+    if _reaches_operator(call):
         return _inference(
             call, query, key, value, num_splits=1,
             cu_seqlens_q=cu_query.contiguous(), cu_seqlens_k=cu_key.contiguous(), max_seqlen_q=longest_query, max_seqlen_k=longest_key,
@@ -95,7 +96,7 @@ def _segments(call: AttentionCall, query, key, value, cu_query, cu_key, longest_
 
 
 def _cached(call: AttentionCall, query, keys, values, lengths, starts, table) -> Result:
-    if _reaches_operator(call.spec):
+    if _reaches_operator(call):
         lengths, starts = (None if t is None else t.contiguous() for t in (lengths, starts))
         table = table if table is None or table.stride(-1) == 1 else table.contiguous()
         return _inference(call, query, keys, values, num_splits=0, seqused_k=lengths, leftpad_k=starts, page_table=table)
@@ -115,9 +116,9 @@ _GIVEN = frozenset(
 )
 
 
-def _reaches_operator(spec: AttentionSpec) -> bool:
-    """The functions wrap the operator for autograd and the compiler, which costs the host three times what the operator itself does."""
-    return _Found.operator is not None and not (spec.gradients or spec.compiling)
+def _reaches_operator(call: AttentionCall) -> bool:
+    """The functions wrap the operator for autograd and tracers, which costs the host three times what the operator itself does."""
+    return _Found.operator is not None and not call.spec.gradients and not traced(call.query)
 
 
 def _inference(call: AttentionCall, query, key, value, **given) -> Result:
