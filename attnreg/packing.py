@@ -190,14 +190,12 @@ def _check_lengths(mask: torch.Tensor, lengths: Any, host_lengths: Any) -> None:
 def _check_claims(mask: torch.Tensor, form: str, lengths: torch.Tensor | None, host_lengths: tuple[int, ...] | None) -> None:
     real = mask.sum(1).tolist()
     for name, given in (("lengths", lengths), ("host_lengths", host_lengths)):
-        if given is not None and (found := [int(n) for n in given]) != real:
+        if given is not None and (found := whole_numbers(name, given)) != real:
             raise ValueError(f"{name}: the number of real tokens in each row of the mask, {real}, got {found}")
     before, after = mask[:, :-1], mask[:, 1:]
-    if (form == "left" and bool((before > after).any())) or (form == "right" and bool((before < after).any())):
-        other = (
-            "right" if form == "left" and not (before < after).any() else "left" if form == "right" and not (before > after).any() else None
-        )
-        allowed = "'any'" if other is None else f"{other!r} or 'any'"
+    fits = {"left": not (before > after).any(), "right": not (before < after).any(), "any": True}
+    if not fits[form]:
+        allowed = " or ".join(repr(name) for name in FORMS if fits[name])
         raise ValueError(f"form: {allowed} for this mask, got {form!r}; Padding.from_mask finds it")
 
 

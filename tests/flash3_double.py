@@ -10,6 +10,7 @@ import math
 import types
 
 import torch
+from torch import library as operators
 
 TILE = 128
 FORWARD = """fwd(Tensor q, Tensor k, Tensor v, Tensor(k_new!)? k_new = None, Tensor(v_new!)? v_new = None, Tensor? q_v = None,
@@ -26,9 +27,9 @@ int window_size_right = -1, float softcap = 0.0, bool deterministic = False, int
 """Both as `flash_api_stable.cpp` of flash-attention/hopper has them."""
 
 
-def define(namespace: str, calls: list | None = None) -> torch.library.Library:
+def define(namespace: str, calls: list | None = None) -> operators.Library:
     """The two operators, on the CPU, for as long as the result is held. calls: gets the name and the keywords of each."""
-    library = torch.library.Library(namespace, "DEF")
+    library = operators.Library(namespace, "DEF")
     library.define(FORWARD.replace("\n", " "))
     library.define(BACKWARD.replace("\n", " "))
     names = [a.name for a in getattr(torch.ops, namespace).fwd.default._schema.arguments]

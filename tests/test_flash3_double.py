@@ -9,6 +9,7 @@ import flash3_double
 import pytest
 import torch
 from test_kernels_flash import built, files_of
+from torch import library as operators
 from torch._subclasses import FakeTensorMode
 
 import attnreg
@@ -89,7 +90,7 @@ def test_the_operator_is_given_what_the_functions_give_it(options, monkeypatch):
 
 @pytest.mark.skipif(hasattr(torch.ops.flash_attn_3, "fwd"), reason="the true operators are loaded here")
 def test_an_operator_of_other_arguments_is_left_alone():
-    older = torch.library.Library("flash_attn_3", "FRAGMENT")
+    older = operators.Library("flash_attn_3", "FRAGMENT")
     older.define("fwd(Tensor q, Tensor k, Tensor v, float? softmax_scale = None) -> Tensor[]")
     try:
         assert flash3._operator("flash_attn_interface") is None and flash3._operator("fa3_fwd_interface") is None

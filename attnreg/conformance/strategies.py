@@ -19,9 +19,8 @@ SIZES = {
     "compiled": ((33, 1, 9, 100, 200, 150, 300), (2, 3, 5), (64, 128, 36)),
     "large": ((1, 2, 7, 16, 33, 64, 65, 100, 127, 128, 129, 200, 257, 300), (1, 2, 3), (64, 8, 40, 72, 80, 96, 128, 136, 192, 256)),
 }
-"""By name: query and key lengths, batch sizes, head dims. Simplest first, for shrinking. "mixed" leaves a kernel's first tile now and then;
-"few" is for backends that compile for each,
-"compiled" for those that compile for each kind of call (`kinds`)."""
+"""By name: query and key lengths, batch sizes, head dims. Simplest first, for shrinking. "mixed" leaves a kernel's first tile now and then; "few"
+is for backends that compile for each, "compiled" for those that compile for each kind of call (`kinds`)."""
 _HEADS = {"few": ((2,), (2,)), "compiled": ((2,), (2, 4))}
 """Key heads, and groups of query heads."""
 _MORE_DIMS = (64, 128, 16, 32, 256, 96, 192, 512)

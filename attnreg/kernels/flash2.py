@@ -109,8 +109,8 @@ _rows: dict[tuple[int, torch.device], torch.Tensor] = {}
 
 
 def _row_numbers(call: AttentionCall) -> torch.Tensor | None:
-    """0 to B - 1, (B,) int32, kept; None where a B is met first that can't be: inside of a graph, which keeps its memory to itself, or where tensors are
-    wrapped or fake."""
+    """0 to B - 1, (B,) int32, kept; None where a B is met first whose numbers can't be kept: inside of a graph, whose memory is its own, or
+    where tensors are wrapped or fake."""
     known = call.query.shape[0], call.query.device
     numbers = _rows.get(known)
     if numbers is None and not (call.spec.capturing or traced(call.query) or transforming()):
