@@ -636,3 +636,27 @@ def test_a_refused_write_gives_back_nothing_of_others():
     mine.undo(step)
     attention(3 * token, 3 * token, 3 * token, cache=mine)
     assert theirs.contents()[0].flatten().tolist() == [2.0] * 4 and mine.contents()[0].flatten().tolist() == [3.0] * 4
+
+
+def test_rows_that_append_alike_hold_the_pages_that_they_need():
+    cache = PagedCache(1, 2, 8, 4, 1, 4)
+    layer = cache[0]
+    for n in range(1, 11):
+        token = torch.full((2, 1, 1, 4), float(n))
+        attention(token, token, token, cache=layer, causal=True)
+        held = [page for table in layer._tables for page in table]
+        assert [len(table) for table in layer._tables] == [-(-n // 4)] * 2 and len(set(held)) == len(held)
+        assert cache.free_pages == 8 - len(held)
+        assert layer.contents()[0][:, :, 0, 0].tolist() == [[float(i) for i in range(1, n + 1)]] * 2
+
+
+def test_a_page_that_came_to_be_shared_is_copied_by_whoever_appends():
+    cache = PagedCache(1, 1, 8, 4, 1, 4)
+    append_to = lambda layer, number: attention(*[torch.full((1, 1, 1, 4), number)] * 3, cache=layer, causal=True)
+    for number in (1.0, 2.0):
+        append_to(cache[0], number)  # there is room for more in its page
+    other = cache.fork()
+    append_to(cache[0], 3.0)
+    assert set(cache[0]._tables[0]).isdisjoint(other[0]._tables[0])
+    append_to(other[0], 4.0)
+    assert [c[0].contents()[0].flatten().tolist()[::4] for c in (cache, other)] == [[1.0, 2.0, 3.0], [1.0, 2.0, 4.0]]

@@ -201,6 +201,7 @@ def test_a_padding_is_made_and_used_inside_of_transforms():
 
     assert torch.func.grad(total)(torch.ones(())) == 5.0
     assert torch.vmap(total)(torch.ones(2)).tolist() == [5.0, 5.0]
+    assert torch.vmap(lambda mask: packing.Padding(mask, "right").lengths)(torch.stack([mask, mask])).tolist() == [[2, 3], [2, 3]]
     padding = packing.Padding(mask, "right")
     torch.func.grad(lambda x: x * padding.bounds[1].sum() * padding.packed.cu_seqlens.sum())(torch.ones(()))
     assert padding.bounds[1].tolist() == [2, 3] and padding.packed.cu_seqlens.tolist() == [0, 2, 5]
