@@ -63,6 +63,8 @@ def efficient(query, key, value, attn_bias, compute_log_sumexp, dropout_p=0.0, i
         assert attn_bias.dtype == query.dtype and attn_bias.shape == (*query.shape[:3], key.shape[2]) and attn_bias.stride(-1) == 1
         assert all(step % STEP == 0 for step in attn_bias.stride()[:3]) and attn_bias.storage_offset() % STEP == 0
     hidden = corner(query.shape[2], key.shape[2], 0) if is_causal else None
+    if attn_bias is not None and attn_bias.requires_grad and is_causal:
+        attn_bias.register_hook(lambda gradient: gradient.masked_fill(hidden, math.nan))  # left unwritten
     output, lse, empty = attended(query, key, value, hidden, attn_bias, scale)
     lse = torch.nn.functional.pad(lse.masked_fill(empty, math.inf), (0, -lse.shape[-1] % 32), value=math.inf)
     return output, lse if compute_log_sumexp else lse[:, :, :0], None, None
@@ -157,6 +159,21 @@ def test_a_finite_bias_beyond_the_dtype_hides_nothing(kernel):
     call = make(5, 7, bias=torch.full((1, 1, 5, 7), -1e300, dtype=torch.float64))
     ours, right = (attnreg.attention(**call, backend=b) for b in ("double", "reference"))
     torch.testing.assert_close(ours, right, atol=1e-5, rtol=1e-5)
+
+
+ADDED = {"bias": random(1, 4, 5, 5), "alibi_slopes": torch.tensor([0.5, 0.25, 0.125, 0.1]), "sinks": torch.tensor([0.5, -1.0, 2.0, 0.0])}
+
+
+@pytest.mark.parametrize("name", ADDED)
+def test_gradients_of_what_is_added_to_causal_scores(kernel, name):
+    gradients = []
+    for backend in ("double", "reference"):
+        call = {**make(causal=True), name: ADDED[name].clone().requires_grad_()}
+        if attnreg.explain(**call, backend=backend).chosen is None:
+            pytest.skip(f"{kernel} has no gradient of {name}")
+        attnreg.attention(**call, backend=backend).square().sum().backward()
+        gradients.append(call[name].grad)
+    torch.testing.assert_close(*gradients, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["causal", "key mask, causal", "a mask", "a bias"])

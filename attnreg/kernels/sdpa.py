@@ -31,9 +31,8 @@ def kernel_for(spec: AttentionSpec) -> str:
     All but math have a backward that takes the weights from the lse. Rounding wipes log(n) out of that beside a huge bias, and rows whose n
     visible slots all have one get gradients n times too large: seen on CPUs and on an H200. Forward they are right.
     """
-    learned_bias = any(name in spec.gradients for name in ("bias", "sinks", "alibi_slopes"))
     if spec.device == "cpu":
-        return "math" if spec.dropout or learned_bias or spec.huge_bias else "cpu flash"
+        return "math" if spec.dropout or _learned(spec) or spec.huge_bias else "cpu flash"
     if spec.device != "cuda" or spec.dtype == torch.float64 or spec.huge_bias:
         return "math"
     largest = max(spec.head_dim, spec.value_dim)
@@ -45,6 +44,11 @@ def kernel_for(spec: AttentionSpec) -> str:
     if spec.dtype == torch.bfloat16 and spec.capability < (8, 0):
         return "math"
     return "efficient"
+
+
+def _learned(spec: AttentionSpec) -> bool:
+    """Whether what is added to the scores gets a gradient."""
+    return any(name in spec.gradients for name in ("bias", "sinks", "alibi_slopes"))
 
 
 def flash_lacks_memory(spec: AttentionSpec) -> bool:
@@ -186,9 +190,10 @@ def additive_mask(call: AttentionCall, kernel: str) -> tuple[torch.Tensor | None
     spec = call.spec
     causal = call.causal and spec.equal_lengths and call.window is None and not spec.packed
     alone = call.mask is None and call.bias is None and call.alibi_slopes is None and call.sinks is None
-    if kernel in ("math", "cutlass") or (call.return_lse and kernel != "cudnn") or call.sinks is not None:
+    if kernel in ("math", "cutlass") or (call.return_lse and kernel != "cudnn") or call.sinks is not None or _learned(spec):
         # math and cutlass take a mask or causality; an lse needs the empty rows, which are read off the whole mask (cuDNN writes -inf
-        # there itself); a sink adds a column.
+        # there itself); a sink adds a column. And in tiles that its own causality hides, the memory-efficient kernel leaves the gradient
+        # of a bias unwritten, which is then whatever lay in that memory.
         causal = causal and alone and not (spec.key_mask or spec.key_lengths or spec.key_starts)
     whole = causal or (call.causal and spec.single_query and not spec.packed and call.window is None)
     allowed = [] if whole or (allowed := structure(call)) is None else [allowed[:, None]]
