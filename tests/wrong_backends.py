@@ -304,6 +304,15 @@ def mean_over_empty_rows(call):
     return both(call, torch.where(empty_rows(call)[..., None], mean.to(output), output), lse)
 
 
+@wrong("empty_rows_are_zero")
+def empty_rows_left_unwritten(call):
+    output, lse = parts(call)
+    written = torch.empty_like(output.detach())
+    seeing = ~empty_rows(call)
+    written[seeing] = output.detach()[seeing]
+    return both(call, output + (written - output).detach(), lse)
+
+
 @wrong("equals_reference[sinks]")
 def sink_added_to_output(call):
     output, lse = parts(call)
@@ -404,6 +413,28 @@ def gradient_is_a_constant(call):
 @wrong("equals_reference[bias_gradient]")
 def bias_gets_no_gradient(call):
     return run_reference(call if call.bias is None else call.replaced(bias=call.bias.detach()))
+
+
+class _Unwritten(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, bias, hidden):
+        ctx.save_for_backward(hidden)
+        return bias.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (hidden,) = ctx.saved_tensors
+        written = torch.empty_like(gradient)
+        written[~hidden] = gradient[~hidden]
+        return written, None
+
+
+@wrong("equals_reference[bias_gradient]")
+def bias_gradient_of_hidden_slots_left_unwritten(call):
+    if call.bias is None or not call.causal or not call.query_length * call.key_length:
+        return run_reference(call)
+    bias = call.bias.expand(call.batch, call.query_heads, call.query_length, call.key_length)
+    return run_reference(call.replaced(bias=_Unwritten.apply(bias, ~visible(call).expand(bias.shape))))
 
 
 @wrong("equals_reference[sinks_gradient]")

@@ -18,6 +18,9 @@ from .cases import Case
 from .numerics import Error
 from .tensors import Result, Values, arrange, canonical, checked
 
+COPIES = 4
+"""Of each size in `leave_nan`: what is computed on the way takes some of them."""
+
 
 class Tally:
     """What a run of checks adds up: how many cases, and the worst error for each feature and dtype against the allowed one."""
@@ -81,6 +84,7 @@ def attend(backend: Backend, arguments: dict[str, Any]) -> Any:
 def attempt(backend: Backend, case: Case, given: Values, dtype: torch.dtype | None = None) -> Result:
     """Forward, and backward where the case wants gradients."""
     arguments, leaves = arrange(case, given, dtype)
+    leave_nan(case)
     result = attend(backend, arguments)
     output, lse = result if case.lse else (result, None)
     shape = canonical(case, output)
@@ -92,10 +96,23 @@ def attempt(backend: Backend, case: Case, given: Values, dtype: torch.dtype | No
             # It need not: the lse does not depend on value, and not on anything if a size is 0. An empty row's lse is -inf, a constant.
             ends.append(lse.masked_fill(lse == float("-inf"), 0.0))
             starts.append(given.lse_gradient.to(lse.dtype))
+        leave_nan(case)
         found = torch.autograd.grad(ends, list(wanted.values()), starts, allow_unused=True)
         # A backend may leave out a gradient that is 0, as torch does.
         gradients = {name: torch.zeros_like(leaf) if g is None else g for (name, leaf), g in zip(wanted.items(), found)}
     return Result(shape.detach(), None if lse is None else lse.detach(), gradients)
+
+
+def leave_nan(case: Case) -> None:
+    """Frees memory that is full of NaN, in the sizes that the case's kernels will ask for: what they leave unwritten must not pass for right
+    by what was there before."""
+    itemsize = getattr(torch, case.dtype).itemsize
+    rows = case.batch * case.query_length * case.query_heads
+    keys = case.batch * case.key_length * case.key_heads
+    scores = rows * (case.key_length + -case.key_length % 16)
+    numbers = (rows, rows * case.head_dim, rows * case.value_dim, keys * case.head_dim, keys * case.value_dim, scores)
+    sizes = {number * size for number in numbers for size in (itemsize, 4)}
+    _ = [torch.full((size,), 0xFF, dtype=torch.uint8, device=case.device) for size in sizes for _ in range(COPIES)]
 
 
 def fitted(backend: Backend, case: Case, required: frozenset[Feature]) -> Case | None:
