@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable
 
 import torch
-from timing import interleaved
+from timing import chained, interleaved
 
 import attnreg
 from attnreg import DynamicCache, PagedCache, SlidingCache, StaticCache, attention, last_selection
@@ -87,21 +87,6 @@ def on_the_cpu(batch=4, past=2048, heads=8, key_heads=2, dim=64, turns=105) -> l
 # ---------------------------------------------------------------------- on a GPU
 
 GROWING = "sdpa, cut, one key more each time"
-
-
-def chained(functions: dict[str, Callable], rounds: int = 4, repeats: int = 25) -> dict[str, float]:
-    """Milliseconds a call, of calls made one after the other as a decoder makes them: the host's time where it is the longer. The best of
-    a few rounds taken in turns, since what else a host does only adds to it."""
-    times = {name: float("inf") for name in functions}
-    for _ in range(rounds):
-        for name, function in functions.items():
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            for _ in range(repeats):
-                function()
-            torch.cuda.synchronize()
-            times[name] = min(times[name], (time.perf_counter() - start) / repeats * 1e3)
-    return times
 
 
 def captured(function):

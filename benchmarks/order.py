@@ -21,11 +21,15 @@ import time
 from collections.abc import Callable
 
 import torch
-from timing import interleaved, warmed
+from timing import chained, interleaved, warmed
 
 import attnreg
 from attnreg.packing import Padding
 
+SHORT = 0.1
+"""Milliseconds on the card below which the host may be what a caller waits for."""
+NEAR = 1.5
+"""Backends that take the card up to so many times as long as the fastest are called one after the other too, in short rows."""
 ROOM = 1024
 """Slots behind a growing cache's first keys: one for each call of a row, warming up included."""
 
@@ -166,9 +170,15 @@ def measured(entry: dict, seconds: float, without: set[str]) -> dict:
     times = interleaved(functions, seconds) if functions else {}
     auto = times.pop("auto", None)
     best = min(times.values(), default=None)
+    called = {}
+    if auto is not None and best < SHORT:
+        near = [name for name in times if times[name] < NEAR * best or name == chosen]
+        called = chained({name: functions[name] for name in (*near, "auto")}, rounds=4, repeats=20)
+    called_auto = called.pop("auto", None)
     return {
         **entry, "chosen": chosen, "times": times, "auto": auto, "failed": failed, "emulations": list(selection.emulations),
         "regret": None if auto is None else auto / min(auto, best), "regret_by_columns": times[chosen] / best if chosen in times else None,
+        "called": called, "called_auto": called_auto, "regret_called": called_auto and called_auto / min(called_auto, *called.values()),
     }  # fmt: skip
 
 
@@ -186,13 +196,15 @@ def table(results: list[dict]) -> str:
     best = [min(r["times"].values(), default=math.nan) for r in results]
     wins = {n: sum(r["times"].get(n) == least for r, least in zip(results, best)) for r in results for n in r["times"]}
     names = sorted(wins, key=lambda n: (-wins[n], n))
-    lines = ["| call | " + " | ".join(names) + " | auto | chosen | regret |", "|---" * (len(names) + 4) + "|"]
+    lines = ["| call | " + " | ".join(names) + " | auto | chosen | regret | one after the other |", "|---" * (len(names) + 5) + "|"]
     for r, least in zip(results, best):
         cells = [
             "-" if n not in r["times"] else f"**{r['times'][n]:.3f}**" if r["times"][n] == least else f"{r['times'][n]:.3f}" for n in names
         ]
         auto, regret = ("-", "-") if r["auto"] is None else (f"{r['auto']:.3f}", f"{r['regret']:.2f}")
-        lines.append(f"| {title_of(r)} | " + " | ".join(cells) + f" | {auto} | {r['chosen']} | {regret} |")
+        called = {"auto": r["called_auto"], **dict(sorted(r["called"].items(), key=lambda pair: pair[1]))} if r["called"] else {}
+        waited = ", ".join(f"{name} {time:.3f}" for name, time in called.items())
+        lines.append(f"| {title_of(r)} | " + " | ".join(cells) + f" | {auto} | {r['chosen']} | {regret} | {waited} |")
     return "\n".join(lines)
 
 
@@ -203,6 +215,7 @@ def mean(regrets: list[float]) -> float:
 def summary(results: list[dict]) -> dict:
     """Geometric means and the worst of the regret, measured and computed from the columns, and the mean of each kind of call."""
     known = [r for r in results if r["regret"]]
+    called = [r["regret_called"] for r in known if r["regret_called"]]
     kinds = dict.fromkeys(r["kind"] for r in known)
     return {
         "calls": len(known),
@@ -211,6 +224,9 @@ def summary(results: list[dict]) -> dict:
         "worst_call": title_of(max(known, key=lambda r: r["regret"])) if known else None,
         "mean_by_columns": mean([r["regret_by_columns"] for r in known]),
         "worst_by_columns": max((r["regret_by_columns"] for r in known), default=math.nan),
+        "called": len(called),
+        "mean_called": mean(called),
+        "worst_called": max(called, default=math.nan),
         "kinds": {kind: mean([r["regret"] for r in known if r["kind"] == kind]) for kind in kinds},
     }
 
@@ -235,11 +251,12 @@ Made by `python benchmarks/order.py --without {without}` on one {torch.cuda.get_
 {datetime.date.today()}: milliseconds on the card, medians of interleaved calls. "-" is not able, or not claimed. A row repeats one call. Where its
 keys have a plus, it does not: each call sees one key more than the call before it, as those of a growing cache do. A kernel that makes a plan
 for every new shape then makes one for every call. Rows with lengths are what a static cache does: one shape, however many tokens it holds.
+The last column is of calls below {SHORT} ms: milliseconds a call where nothing else keeps the card busy and the host's time is waited for too.
 
 "auto" is the automatic choice, by the rule in `attnreg/kernels/order.py`, timed in the same run as a column of its own, and regret its time over the
 best of the row. Over {s["calls"]} calls its geometric mean is {s["mean"]:.3f}, the worst {s["worst"]:.2f} ({s["worst_call"]}). Computed from the chosen backend's
-column instead, without the noise between two columns of one kernel: {s["mean_by_columns"]:.3f}, worst {s["worst_by_columns"]:.2f}. Kinds of calls that lose half a per cent or more:
-{", ".join(over) or "none"}.
+column instead, without the noise between two columns of one kernel: {s["mean_by_columns"]:.3f}, worst {s["worst_by_columns"]:.2f}. One after the other, over {s["called"]}
+calls: {s["mean_called"]:.3f}, worst {s["worst_called"]:.2f}. Kinds of calls that lose half a per cent or more on the card: {", ".join(over) or "none"}.
 
 {table(results)}
 """
