@@ -372,6 +372,21 @@ def test_environment_with_a_broken_flash_attn(tmp_path):
     assert look(tmp_path) == "xformers.ops.fmha | None"
 
 
+TAKES_ANY_FLASH_3 = """
+import importlib.util
+if importlib.util.find_spec("flash_attn_3") and importlib.util.find_spec("flash_attn_3._C"):
+    import flash_attn_3._C
+"""
+
+
+@pytest.mark.parametrize("broken", ["_C", "__init__"])
+def test_environment_with_a_broken_flash_attn_3(tmp_path, broken):
+    fake(tmp_path, xformers__ops__fmha__flash=TAKES_ANY_FLASH_3 + OPERATORS)
+    distribution(tmp_path, "flash-attn-3", "3.0.0", flash_attn_3___C="")
+    (tmp_path / "flash_attn_3" / f"{broken}.py").write_text("raise ImportError('undefined symbol: aoti_torch_dtype_float32')\n")
+    assert look(tmp_path) == "xformers.ops.fmha | None"
+
+
 def test_environment_with_a_flash_attn_it_refuses(tmp_path):
     raises = "raise ImportError('Requires Flash-Attention version >=2.7.1,<=2.8.4 but got 2.3.0.')\n"
     fake(tmp_path, xformers__ops__fmha__flash=raises)

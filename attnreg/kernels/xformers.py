@@ -70,7 +70,7 @@ def _import() -> tuple[ModuleType | None, Reason | None]:
         return None, Reason("missing", "xformers", "not installed", "pip install xformers, of a version that takes this torch")
     named = f"xformers {version}"
     try:
-        with _half_a_flash_attn_hidden():
+        with _broken_libraries_hidden():
             fmha = importlib.import_module("xformers.ops.fmha")
     except Exception as error:
         remedy = "install an xformers built for this torch"
@@ -118,21 +118,25 @@ def _cuda_version(info: Any) -> str:
     return f"{number // 100}.{number % 100}" if isinstance(number, int) else str(number)
 
 
-@contextlib.contextmanager
-def _half_a_flash_attn_hidden() -> Iterator[None]:
-    """Hides `flash_attn` from `find_spec` while xformers is imported, if only flash-attn 4's half of that package is there, or it is broken.
+_IMPORTED = {"flash_attn": "flash_attn.flash_attn_interface", "flash_attn_3": "flash_attn_3._C"}
+"""What xformers imports of a package as soon as that is there."""
 
-    xformers takes the package's mere existence for flash-attn 2, and dies of importing it.
+
+@contextlib.contextmanager
+def _broken_libraries_hidden() -> Iterator[None]:
+    """Hides the packages of flash-attn 2 and 3 from `find_spec` while xformers is imported, where their kernels can't be: they are broken, or
+    only flash-attn 4's half of flash-attn 2's package is there. xformers takes a package's mere existence for the library, and dies of it.
     """
     find_spec = importlib.util.find_spec
-    hidden = False
-    if find_spec("flash_attn") is not None:
-        try:
-            importlib.import_module("flash_attn.flash_attn_interface")
-        except Exception:  # a broken library may raise anything
-            hidden = True
+    hidden = set()
+    for package, module in _IMPORTED.items():
+        if find_spec(package) is not None:
+            try:
+                importlib.import_module(module)
+            except Exception:  # a broken library may raise anything
+                hidden.add(package)
     if hidden:
-        importlib.util.find_spec = lambda name, package=None: None if name == "flash_attn" else find_spec(name, package)
+        importlib.util.find_spec = lambda name, package=None: None if name in hidden else find_spec(name, package)
     try:
         yield
     finally:
