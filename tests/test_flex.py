@@ -440,3 +440,38 @@ def test_queries_of_a_group_beyond_one_tile_leave_the_kernel_for_decoding(querie
         call._spec = call.spec._replace(device=device, capability=(9, 0))
         run_flex(call, lambda *arguments: (seen.append(arguments[-1]), (query, None))[1])
     assert seen == [None, {"FORCE_USE_FLEX_ATTENTION": True} if forced else None]
+
+
+def test_what_the_kernel_reads_is_a_buffer_of_its_own_inside_of_a_compiled_region():
+    graphs = []
+
+    def looked_at(graph, _):
+        graphs.append(graph.print_readable(print_output=False))
+        return graph
+
+    tensor = torch.randn(3, requires_grad=True)
+    compiled = torch.compile(lambda t: block_masks.read_in_kernel(2 * t), backend=looked_at, fullgraph=True)
+    output = compiled(tensor)
+    assert torch.equal(output, 2 * tensor) and "attnreg.settled" in graphs[0]
+    assert torch.equal(torch.autograd.grad(output.sum(), tensor)[0], torch.full((3,), 2.0))
+    assert block_masks.read_in_kernel(tensor) is tensor
+
+
+def test_a_block_mask_lies_densely_in_a_compiled_region():
+    """The kernel steps over the rows of a batch by the stride of the heads, which the compiler chooses for what it computes itself."""
+    graphs = []
+
+    def looked_at(graph, _):
+        graphs.append(graph)
+        return graph
+
+    def made(query, key, key_mask, mask):
+        blocks = block_masks.block_mask(AttentionCall(query, key, key, key_mask=key_mask, mask=mask, causal=True))
+        return tuple(getattr(blocks, name) for name in block_masks._OF_BLOCKS)
+
+    query, key, value = make(2, 300, 300)
+    arguments = (query, key, torch.rand(2, 300) < 0.5, torch.rand(2, 1, 1, 300) < 0.7)
+    compiled = torch.compile(made, backend=looked_at, fullgraph=True)(*arguments)
+    assert all(torch.equal(mine, right) for mine, right in zip(compiled, made(*arguments)))
+    (outputs,) = (node.args[0] for node in graphs[0].graph.nodes if node.op == "output")
+    assert len(outputs) == 8 and all("settled" in str(node.target) for node in outputs)

@@ -127,6 +127,37 @@ def test_compiled_whole(name, backend):
     torch.testing.assert_close(output, right, atol=2e-2, rtol=2e-2)
 
 
+@pytest.mark.parametrize("learned", [False, True])
+@pytest.mark.parametrize("backend", NAMES)
+def test_compiled_whole_with_masks_that_are_computed_there(backend, learned):
+    call = make(queries=100, keys=100, causal=True)
+    table = torch.randn(17, 8, device="cuda", generator=torch.Generator("cuda").manual_seed(1)).requires_grad_(learned)
+    ones = (torch.arange(200, device="cuda") % 3 > 0).view(2, 100)
+    distance = torch.arange(100, device="cuda")[:, None] - torch.arange(100, device="cuda")
+
+    def layer(query, key, value, backend, *, bias_alone):
+        bias = table[distance.clamp(-8, 8) + 8].permute(2, 0, 1)[None]
+        masks = {} if bias_alone else {"key_mask": ones.cumsum(1) > 3, "mask": (ones.cumsum(1) < 60)[:, None, None]}
+        return attnreg.attention(query, key, value, causal=True, bias=bias, backend=backend, **masks)
+
+    if Feature.COMPILE not in attnreg.backends()[backend].claims.features:
+        pytest.skip("does not claim compile")
+    query, key, value = call["query"], call["key"], call["value"]
+    for bias_alone in (False, True):
+        right = layer(query, key, value, "reference", bias_alone=bias_alone)
+        torch._dynamo.reset()
+        try:
+            output = torch.compile(layer, fullgraph=True)(query, key, value, backend, bias_alone=bias_alone)
+        except Exception as error:
+            if isinstance(error, NoBackendError) or "NoBackendError" in str(error):
+                pytest.skip("refuses this call while compiling")
+            raise
+        torch.testing.assert_close(output, right, atol=2e-2, rtol=2e-2)
+        if learned:
+            ours, theirs = (torch.autograd.grad(result.float().square().sum(), table)[0] for result in (output, right))
+            torch.testing.assert_close(ours, theirs, atol=0.03 * theirs.abs().max().item(), rtol=0.0)
+
+
 def capture(graph):
     gc.collect()  # a graph of an earlier test that is freed during a capture would end it
     return torch.cuda.graph(graph)

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from torch import library as operators
 from torch.nn.functional import pad
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -21,6 +22,9 @@ from ..visibility import real_keys, real_queries, segments, slots
 
 SIZE = 128
 """Queries and keys in a block; torch's kernels take multiples of their own tiles, and 128 is one of all of them."""
+
+_OF_BLOCKS = tuple(f"{full}{side}_{what}" for full in ("", "full_") for side in ("kv", "q") for what in ("num_blocks", "indices"))
+"""What a block mask says of its blocks: how many each row of blocks has, and which."""
 
 _FAR = 2**31 - 1
 _LIMIT = 64
@@ -63,6 +67,29 @@ def number(value: float, dtype: torch.dtype, device: torch.device) -> torch.Tens
     return torch.full((), value, dtype=dtype, device=device)
 
 
+@operators.custom_op("attnreg::settled", mutates_args=())
+def _settled(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+@_settled.register_fake
+def _(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(tensor, memory_format=torch.contiguous_format)
+
+
+_settled.register_autograd(lambda context, gradient: gradient)
+
+
+def read_in_kernel(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor as the compiled kernel may read it.
+
+    Inside somebody else's compiled region one that is computed there is copied by an operator that the compiler doesn't look into. For CUDA
+    torch's would write what computes it into the kernel, and fail where that reads a buffer which has no layout yet; and it would choose the
+    strides, where the kernel counts on those of a block mask to be contiguous, and reads past the end from the second row of the batch on.
+    """
+    return _settled(tensor) if torch.compiler.is_compiling() else tensor
+
+
 def element(tensor: torch.Tensor, *index: torch.Tensor, own: int = 0) -> torch.Tensor:
     """tensor[index], where dimensions of size 1 stand for every index, but for the last `own` ones."""
     shared = len(index) - own
@@ -72,12 +99,12 @@ def element(tensor: torch.Tensor, *index: torch.Tensor, own: int = 0) -> torch.T
 def placed(call: AttentionCall) -> dict[str, torch.Tensor]:
     """Where the queries sit: `shift` or `places` of `Pairs`."""
     if call.cu_seqlens is not None:
-        return {"places": slots(call)[0].int()}
+        return {"places": read_in_kernel(slots(call)[0].int())}
     if call.key_lengths is None and call.query_lengths is None:
         return {"shift": number(call.key_length - call.query_length, torch.int32, call.device)}
     shift = slots(call)[:, 0].int()
     # The shift of a lone row is one number, since torch's compiler can't write the CPU kernel that reads it by its row.
-    return {"shift": shift[0] if shift.shape[0] == 1 else shift}
+    return {"shift": read_in_kernel(shift[0] if shift.shape[0] == 1 else shift)}
 
 
 def pairs(call: AttentionCall) -> Pairs:
@@ -91,13 +118,13 @@ def pairs(call: AttentionCall) -> Pairs:
     found["left"] = None if left is None else number(min(left, _FAR // 4), torch.int32, call.device)
     found["right"] = None if right is None else number(min(right, _FAR // 4), torch.int32, call.device)
     if (keys := real_keys(call)) is not None:
-        found["keys"] = keys.detach()
+        found["keys"] = read_in_kernel(keys.detach())
     if call.cu_seqlens is not None:
         cu_query, cu_key = call.cu_seqlens
-        found["query_segments"] = segments(cu_query, torch.arange(call.query_length, device=call.device)).int()
-        found["key_segments"] = segments(cu_key, torch.arange(call.key_length, device=call.device)).int()
+        found["query_segments"] = read_in_kernel(segments(cu_query, torch.arange(call.query_length, device=call.device)).int())
+        found["key_segments"] = read_in_kernel(segments(cu_key, torch.arange(call.key_length, device=call.device)).int())
     if call.mask is not None:
-        found["mask"] = call.mask.detach()
+        found["mask"] = read_in_kernel(call.mask.detach())
     return Pairs(**found)
 
 
@@ -136,13 +163,16 @@ def block_mask(call: AttentionCall) -> Any:
     if pair.see_all:
         return None
     some, every = _blocks(call, pair)
-    return BlockMask.from_kv_blocks(
+    mask = BlockMask.from_kv_blocks(
         *_ordered(some & ~every),
         *_ordered(some & every),
         BLOCK_SIZE=(SIZE, SIZE),
         mask_mod=visible_pair(pair),
         seq_lengths=(call.query_length, call.key_length),
     )
+    for name in _OF_BLOCKS:
+        setattr(mask, name, read_in_kernel(getattr(mask, name)))
+    return mask
 
 
 def _blocks(call: AttentionCall, pair: Pairs) -> tuple[torch.Tensor, torch.Tensor]:

@@ -20,7 +20,7 @@ from ..call import AttentionCall
 from ..capabilities import EMULATED, NATIVE, Capabilities, Dims, Reason
 from ..spec import AttentionSpec, Feature
 from ..visibility import cleaned, real_keys, real_queries
-from .block_masks import SIZE, Pairs, element, number, placed, remembered_block_mask
+from .block_masks import SIZE, Pairs, element, number, placed, read_in_kernel, remembered_block_mask
 from .order import rank_of
 from .sdpa import no_huge_bias, rows_fit, widened
 
@@ -88,17 +88,17 @@ def score_change(call: AttentionCall, queries: torch.Tensor | None) -> Callable 
     scale = number(call.scale, torch.float32, call.device) if spec.scale else None
     softcap = number(call.softcap, torch.float32, call.device) if spec.softcap else None
     slopes, bias = call.alibi_slopes, call.bias
-    queries = None if spec.finite_padding else queries
+    queries = None if spec.finite_padding or bias is None or queries is None else read_in_kernel(queries)
     pair = Pairs(**placed(call)) if slopes is not None else Pairs()
     learned = "bias" in spec.gradients
     if learned:
         # Gradients of a broadcast bias add up element by element, which half precision would spoil. Each query and key reads one of its own:
         # torch 2.11's compiler can't write the gradient of what a whole row or column of a tile shares.
-        bias = bias.float().expand(-1, -1, call.query_length, call.key_length)
+        bias = read_in_kernel(bias.float()).expand(-1, -1, call.query_length, call.key_length)
     elif bias is not None:
-        bias = bias.detach().float() if bias.dtype == torch.float64 else bias.detach()
+        bias = read_in_kernel(bias.detach().float() if bias.dtype == torch.float64 else bias.detach())
     if slopes is not None:
-        slopes = slopes.detach().float()
+        slopes = read_in_kernel(slopes.detach().float())
     if scale is None and softcap is None and slopes is None and bias is None:
         return None
 
