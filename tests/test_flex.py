@@ -469,7 +469,7 @@ def test_a_block_mask_lies_densely_in_a_compiled_region():
         blocks = block_masks.block_mask(AttentionCall(query, key, key, key_mask=key_mask, mask=mask, causal=True))
         return tuple(getattr(blocks, name) for name in block_masks._OF_BLOCKS)
 
-    query, key, value = make(2, 300, 300)
+    query, key, _ = make(2, 300, 300)
     arguments = (query, key, torch.rand(2, 300) < 0.5, torch.rand(2, 1, 1, 300) < 0.7)
     compiled = torch.compile(made, backend=looked_at, fullgraph=True)(*arguments)
     assert all(torch.equal(mine, right) for mine, right in zip(compiled, made(*arguments)))
