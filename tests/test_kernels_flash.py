@@ -66,6 +66,13 @@ def test_softcap_is_trained_from_2_6_2_and_never_with_dropout():
     assert words(flash2.claims("2.10"), spec(softcap=5.0, dropout_p=0.1)) == {"softcap"}
 
 
+def test_an_lse_with_dropout_would_keep_all_weights():
+    claims = flash2.claims("2.8.3")
+    assert words(claims, spec(dropout_p=0.1, return_lse=True)) == {"lse"}
+    assert words(claims, spec(dropout_p=0.1, sinks=torch.zeros(4))) == {"lse"}
+    assert not words(claims, spec(dropout_p=0.1)) and not words(claims, spec(return_lse=True))
+
+
 def test_right_windows_only_where_no_query_sits_before_the_first_key():
     claims = flash2.claims("2.8.3")
     assert words(claims, spec(20, 3, window=(None, 5))) == {"window"}
@@ -253,8 +260,8 @@ BROKEN_TWO = {**TWO, "flash_attn/flash_attn_interface.py": BROKEN}
 FOUR = {"flash_attn/cute/__init__.py": CUTE}
 
 
-def environment(folder: Path, *distributions: tuple[str, str, dict]) -> dict[str, str | None]:
-    """What each backend says is missing, where these (name, version, files) are installed; later ones overwrite."""
+def environment(folder: Path, *distributions: tuple[str, str, dict], before: str = "") -> dict[str, str | None]:
+    """What each backend says is missing, where these (name, version, files) are installed; later ones overwrite. before: code that runs first."""
     for name, version, files in distributions:
         record = []
         for path, text in files.items():
@@ -266,6 +273,7 @@ def environment(folder: Path, *distributions: tuple[str, str, dict]) -> dict[str
         (described / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
         (described / "RECORD").write_text("\n".join(record))
     script = (
+        f"{before}\n"
         "import json, attnreg; b = attnreg.backends();"
         "print(json.dumps({n: str(b[n].reason_missing) if b[n].reason_missing else None for n in ('flash2', 'flash3', 'flash4')}));"
         "import torch; q = torch.ones(1, 2, 1, 8); attnreg.attention(q, q, q); attnreg.explain(q, q, q, backend='flash')"
@@ -303,6 +311,15 @@ def test_flash_attn_2_alone(tmp_path):
 def test_both(tmp_path):
     said = environment(tmp_path, ("flash-attn", "2.8.3", TWO), ("flash-attn-4", "4.0.0b36", FOUR))
     assert said["flash2"] is None and said["flash4"] is None
+
+
+@needs_nothing_installed
+def test_libraries_of_the_same_name_for_rocm(tmp_path):
+    """flash-attn's port for it takes windows and soft caps, and leaves them out."""
+    both = ("flash-attn", "2.8.3", TWO), ("flash-attn-4", "4.0.0b36", FOUR)
+    said = environment(tmp_path, *both, before="import torch; torch.version.hip = '6.4'")
+    for name in ("flash2", "flash4"):
+        assert "for CUDA" in said[name] and "for ROCm" in said[name] and "sdpa" in said[name]
 
 
 @needs_nothing_installed

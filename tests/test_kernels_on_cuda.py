@@ -249,6 +249,13 @@ def test_which_kernel_sdpa_takes(changes, name):
     assert kernel_for(spec(**changes)) == name
 
 
+def test_kernels_of_rocm_that_nobody_has_looked_at_are_not_taken(monkeypatch):
+    asked = spec()
+    assert kernel_for(asked) == "flash"
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert kernel_for(asked) == "math"
+
+
 def test_gradients_beside_a_huge_bias_go_to_math_alone():
     spec = AttentionSpec(
         "cuda", (9, 0), torch.bfloat16, 4, 4, 64, 64, bias=(True, True, True, True), bias_dtype=torch.bfloat16, gradients=("query",)

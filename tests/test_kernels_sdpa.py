@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -177,3 +179,41 @@ def test_a_lone_query_is_given_what_its_window_shows(causal, window, gradients):
     if gradients:
         got, right = (torch.autograd.grad(out.square().sum(), (query, key, value)) for out in (output, expected))
         torch.testing.assert_close(got, right, rtol=1e-4, atol=1e-5)
+
+
+SIZE = 160
+ASKED = (
+    [{}, {"causal": True}],
+    [
+        {},
+        {"key_mask": attnreg.Padding.from_lengths([100, SIZE], SIZE)},
+        {"key_lengths": torch.tensor([100, SIZE])},
+        {"key_starts": torch.tensor([3, 0])},
+        {"query_lengths": torch.tensor([80, 140])},
+    ],
+    [{}, {"return_lse": True}],
+    [
+        {},
+        {"bias": torch.randn(1, 1, 1, SIZE)},
+        {"bias": torch.randn(1, 1, 1, SIZE, requires_grad=True)},
+        {"mask": torch.rand(1, 1, 1, SIZE) > 0.3},
+        {"alibi_slopes": torch.ones(2)},
+        {"sinks": torch.ones(2)},
+    ],
+    [{}, {"window": (5, None)}],
+)
+
+
+@pytest.mark.parametrize("queries", [SIZE, 150])
+def test_memory_that_grows_with_the_square_of_the_length_is_announced(queries):
+    query, key, value = (torch.randn(2, length, heads, 8) for length, heads in ((queries, 2), (SIZE, 1), (SIZE, 1)))
+    announced = 0
+    for parts in itertools.product(*ASKED):
+        options = {name: value for part in parts for name, value in part.items()}
+        selection = attnreg.explain(query, key, value, **options, backend="sdpa")
+        if selection.chosen is None:
+            continue
+        if record(query, key, value, **options).largest >= queries * SIZE:
+            announced += 1
+            assert "Sq" in " ".join((*selection.emulations, *selection.notes)), (options, str(selection))
+    assert announced > 50

@@ -232,10 +232,17 @@ def claims(version: str) -> Capabilities:
         value_dim=Dims(largest=256),
         smallest_capability=(8, 0),
         rules=(
-            rows_fit, softcap, dropped_padding_must_fit(here), padding_needs_the_host(here), pages_rule(256), no_sink_gradients, no_early_window,
+            rows_fit, softcap, _lse_with_dropout, dropped_padding_must_fit(here), padding_needs_the_host(here), pages_rule(256), no_sink_gradients, no_early_window,
             _backward_memory,
         ),
     )  # fmt: skip
+
+
+def _lse_with_dropout(spec: AttentionSpec) -> Reason | None:
+    """The functions give an lse with all weights, Sq * Sk of them, and leave those out only where nothing is dropped."""
+    if spec.dropout and (spec.return_lse or spec.sinks):
+        return Reason(Feature.LSE.value, "with dropout (sinks need it too)", "without: the library would keep all weights beside it")
+    return None
 
 
 def _backward_memory(spec: AttentionSpec) -> Reason | None:

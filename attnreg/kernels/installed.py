@@ -14,6 +14,7 @@ import types
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import torch
 from packaging.version import InvalidVersion, Version
 
 from ..capabilities import Reason
@@ -40,6 +41,9 @@ def find(distributions: Sequence[str], modules: Sequence[str], install: str, old
         break
     else:
         return Reason("missing", distributions[0], _nobody(modules[0]), install)
+    if torch.version.hip is not None:
+        # Of its own name there, but another library: the port of flash-attn 2 takes windows and soft caps, and leaves them out.
+        return Reason("missing", f"{name} for CUDA", f"torch {torch.__version__} for ROCm", "sdpa, flex and reference run there")
     try:
         old = oldest is not None and Version(version) < Version(oldest)
     except InvalidVersion:
@@ -63,7 +67,7 @@ def without_parent(library: Library | Reason, module: str) -> Library | Reason:
     The parent package is then entered without running it. It stays so: whoever asks it for a name gets an AttributeError, which
     `from flash_attn import ...` turns into the ImportError that it would have met.
     """
-    if not isinstance(library, Reason):
+    if not isinstance(library, Reason) or torch.version.hip is not None:
         return library
     parent = module.partition(".")[0]
     if parent in sys.modules:

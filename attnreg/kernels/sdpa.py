@@ -33,8 +33,8 @@ def kernel_for(spec: AttentionSpec) -> str:
     """
     if spec.device == "cpu":
         return "math" if spec.dropout or _learned(spec) or spec.huge_bias else "cpu flash"
-    if spec.device != "cuda" or spec.dtype == torch.float64 or spec.huge_bias:
-        return "math"
+    if spec.device != "cuda" or spec.dtype == torch.float64 or spec.huge_bias or torch.version.hip is not None:
+        return "math"  # ROCm has other kernels under the same names, which nobody has looked at
     largest = max(spec.head_dim, spec.value_dim)
     unmasked = not (spec.key_mask or spec.key_lengths or spec.key_starts or spec.packed or spec.query_lengths)
     plain = unmasked and spec.mask is None and spec.bias is None and spec.alibi is None and not spec.sinks
@@ -164,7 +164,7 @@ def needs_mask(spec: AttentionSpec) -> bool:
     """Whether something must be written into a mask, besides causality that the kernel knows itself."""
     diagonal = spec.causal and not spec.equal_lengths and not spec.single_query
     written = spec.mask is not None or spec.bias is not None or spec.alibi is not None or spec.sinks or spec.window is not None
-    return diagonal or written or bool(spec.key_mask or spec.key_lengths or spec.key_starts or spec.packed)
+    return diagonal or written or spec.packed or _hides_keys(spec)
 
 
 def _must_copy(spec: AttentionSpec, kernel: str) -> bool:
@@ -185,16 +185,24 @@ def _in_parts(function: Callable, call: AttentionCall, query, key, value, mask, 
     return torch.cat(outputs), torch.cat(lses) if call.return_lse else None
 
 
+def causality_is_written(spec: AttentionSpec, kernel: str) -> bool:
+    """Whether the mask has to hold causality, which the kernel can't apply beside what else there is."""
+    if not (spec.mask is not None or spec.bias is not None or spec.alibi is not None or spec.sinks or _hides_keys(spec)):
+        return False
+    # math and cutlass take a mask or causality; an lse needs the empty rows, which are read off the whole mask (cuDNN writes -inf there
+    # itself); a sink adds a column. And in tiles that its own causality hides, the memory-efficient kernel leaves the gradient of a bias
+    # unwritten, which is then whatever lay in that memory.
+    return kernel in ("math", "cutlass") or (spec.return_lse and kernel != "cudnn") or spec.sinks or _learned(spec)
+
+
+def _hides_keys(spec: AttentionSpec) -> bool:
+    return bool(spec.key_mask or spec.key_lengths or spec.key_starts)
+
+
 def additive_mask(call: AttentionCall, kernel: str) -> tuple[torch.Tensor | None, bool]:
     """The additive mask, as small as broadcasting allows, and whether the kernel's own causality is used beside it."""
     spec = call.spec
-    causal = call.causal and spec.equal_lengths and call.window is None and not spec.packed
-    alone = call.mask is None and call.bias is None and call.alibi_slopes is None and call.sinks is None
-    if kernel in ("math", "cutlass") or (call.return_lse and kernel != "cudnn") or call.sinks is not None or _learned(spec):
-        # math and cutlass take a mask or causality; an lse needs the empty rows, which are read off the whole mask (cuDNN writes -inf
-        # there itself); a sink adds a column. And in tiles that its own causality hides, the memory-efficient kernel leaves the gradient
-        # of a bias unwritten, which is then whatever lay in that memory.
-        causal = causal and alone and not (spec.key_mask or spec.key_lengths or spec.key_starts)
+    causal = call.causal and spec.equal_lengths and call.window is None and not spec.packed and not causality_is_written(spec, kernel)
     whole = causal or (call.causal and spec.single_query and not spec.packed and call.window is None)
     allowed = [] if whole or (allowed := structure(call)) is None else [allowed[:, None]]
     if (keys := real_keys(call)) is not None:
@@ -361,6 +369,8 @@ def _notes(spec: AttentionSpec) -> Sequence[str]:
         notes.append("keeps all scores: memory grows with Sq * Sk")
     if spec.padded and not spec.finite_padding:
         notes.append("cleans padding in copies of query, key and value; finite_padding=True spares them")
+    if spec.causal and spec.equal_lengths and not spec.single_query and kernel != "flash" and causality_is_written(spec, kernel):
+        notes.append("writes causality into the mask, (B or 1, 1, Sq, Sk) at least")
     if _must_copy(spec, kernel):
         notes.append("copies query, key and value, which the kernel can't read as they lie in memory")
     if spec.huge_bias:
@@ -388,7 +398,7 @@ sdpa = Backend(
             Feature.KEY_STARTS: NATIVE,
             Feature.PACKED: EMULATED("a (1, 1, Sq, Sk) mask of the segments"),
             Feature.ALIBI: EMULATED("a (B or 1, Hq, Sq, Sk) bias"),
-            Feature.SINKS: EMULATED("one more key slot, copies of key and value, and a mask for every head"),
+            Feature.SINKS: EMULATED("one more key slot, copies of key and value, and a (B or 1, Hq, Sq or 1, Sk + 1) mask"),
             Feature.SCALE: NATIVE,
             Feature.DROPOUT: NATIVE,
             Feature.LSE: NATIVE,
