@@ -20,7 +20,7 @@ from . import numerics
 from .cases import Case
 from .strategies import head_dims, page_shapes
 from .tensors import Result, arrange, canonical, checked, values
-from .trial import Tally, attend, compare, fitted, same_bits
+from .trial import Tally, attempt, attend, compare, fitted, same_bits
 
 
 def checks_for(backend: Backend, device: str, dtypes, compiler: str) -> list[tuple[str, Callable[[Tally], None]]]:
@@ -45,9 +45,11 @@ def checks_for(backend: Backend, device: str, dtypes, compiler: str) -> list[tup
     if Feature.LSE in claimed and Feature.LSE_GRADIENT not in claimed:
         found.append(("lse_is_detached", functools.partial(lse_is_detached, backend, on)))
     if device == "cuda":
-        found.append(("does_not_wait", functools.partial(does_not_wait, backend, on)))
+        found.append(("does_not_wait", functools.partial(does_not_wait, backend, lambda: on(declared=True))))
         if Feature.CAPTURE in claimed:
             found.append(("captures", functools.partial(captures, backend, on)))
+            if Feature.PACKED in claimed:
+                found.append(("does_not_wait[packed]", functools.partial(does_not_wait, backend, lambda: _packed_cases(backend, on))))
     return found
 
 
@@ -64,6 +66,13 @@ def _plain_cases(backend: Backend, device: str, dtypes, **more) -> list[Case]:
     ]
     cases = [fitted(backend, case.replace(**more), frozenset()) for case in wanted]
     return [case for case in cases if case is not None]
+
+
+def _packed_cases(backend: Backend, plain_cases) -> list[Case]:
+    """The same calls, packed, with `max_seqlens` given. Who refuses one while a graph is captured has said that it reads the host's lengths."""
+    dense = {"query_mask": None, "key_mask": None, "bias": None, "alibi": None}
+    packed = [case for case in plain_cases(batch=1, segments=3, max_seqlens=True, **dense) if case.segments]
+    return [case for case in packed if not _refused(backend, case, capturing=True)]
 
 
 @contextlib.contextmanager
@@ -206,9 +215,13 @@ def second_derivative(backend: Backend, plain_cases, tally: Tally) -> None:
 
 def _taken(backend: Backend, cases: list[Case], **mode: bool) -> list[Case]:
     """The cases that the backend's rules don't refuse in a mode; never none, where the mode is claimed."""
-    taken = [case for case in cases if not backend.reasons_against(checked(case).spec._replace(**mode))]
+    taken = [case for case in cases if not _refused(backend, case, **mode)]
     assert taken, f"claims {', '.join(mode)}, but refuses every plain call"
     return taken
+
+
+def _refused(backend: Backend, case: Case, **mode: bool) -> bool:
+    return bool(backend.reasons_against(checked(case).spec._replace(**mode)))
 
 
 def compiles(backend: Backend, plain_cases, compiler: str, tally: Tally) -> None:
@@ -255,21 +268,24 @@ def captures(backend: Backend, plain_cases, tally: Tally) -> None:
         compare(backend, case, second, _only(canonical(case, output.clone())), tally)
 
 
-def does_not_wait(backend: Backend, plain_cases, tally: Tally) -> None:
-    """No hidden copy to the host: the call runs under `torch.cuda.set_sync_debug_mode("error")`.
+def does_not_wait(backend: Backend, cases: Callable[[], list[Case]], tally: Tally) -> None:
+    """No hidden copy to the host: the calls run under `torch.cuda.set_sync_debug_mode("error")`, and backward too where that is claimed.
 
-    Declared paddings and `max_seqlens` are given, as a caller who wants no copy gives them.
+    Declared paddings and `max_seqlens` are given, as a caller who wants no copy gives them; and beside gradients no bias, at which attnreg
+    itself looks once.
     """
-    for case in plain_cases(declared=True):
-        arguments, _ = arrange(case, values(case))
-        attend(backend, arguments)  # what is built or compiled once may wait
-        torch.cuda.synchronize()
-        arguments, _ = arrange(case, values(case))
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            attend(backend, arguments)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
+    for case in cases():
+        learned = case.replace(gradients=("query", "key", "value"), bias=None)
+        learned = fitted(backend, learned, frozenset((Feature.BACKWARD,))) if Feature.BACKWARD in backend.claims.features else None
+        for each in (case, learned) if learned is not None else (case,):
+            attempt(backend, each, values(each))  # what is built or compiled once may wait
+            given = values(each)
+            torch.cuda.synchronize()
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                attempt(backend, each, given)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
 
 
 def _only(output: torch.Tensor) -> Result:

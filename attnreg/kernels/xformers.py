@@ -336,7 +336,9 @@ def _grouped(spec: AttentionSpec) -> Support:
 def _notes(spec: AttentionSpec) -> Sequence[str]:
     kernel = kernel_for(spec)
     notes = [f"xformers' {kernel} operator"]
-    if kernel == "flash" and spec.padded:
+    if kernel == "flash" and spec.packed:
+        notes.append("reads cu_seqlens on the host")
+    elif kernel == "flash" and spec.padded:
         notes.append("reads segment lengths on the host, unless attnreg.Padding knows them")
     if kernel == "cutlass" and spec.padded and not spec.finite_padding:
         notes.append("cleans padding in copies of query, key and value; finite_padding=True spares them")
