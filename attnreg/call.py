@@ -321,7 +321,7 @@ class AttentionCall:
             expanded,
             None if compiling else (_bucket(batch), _bucket(query_length), _bucket(key_length)),
             0 if self.pages is None else self.pages.keys.shape[1],
-            self.fits_packing or packing.known_to_fit(self),
+            True if self.fits_packing or packing.known_to_fit(self) else False,
             self.deterministic,
             compiling,
             cuda and not compiling and torch.cuda.is_current_stream_capturing(),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import platform
 from importlib import metadata
 from pathlib import Path
@@ -108,13 +109,18 @@ def explain(
 ) -> None:
     """What would run a call, and why nothing else would. Exits with 1 when nothing can."""
     batch, length, heads, dim = _numbers("--query", query, 4)
+    known = sorted({each for backend in registry.backends().values() for each in backend.claims.devices})
+    if device not in known:
+        raise typer.BadParameter(f"--device: {' or '.join(known)}, got {device!r}")
     slots = length if keys is None else keys
 
     def tensor(*shape: int, kind: torch.dtype | None = None, learned: bool = False) -> torch.Tensor:
         made = torch.empty(shape, dtype=kind or _dtype(dtype), device="meta")
         return made.requires_grad_() if learned and training else made
 
-    def padding(form: str | None, size: int) -> Padding | None:
+    def padding(option: str, form: str | None, size: int) -> Padding | None:
+        if form not in (None, "left", "right", "any"):
+            raise typer.BadParameter(f"{option}: left, right or any, got {form!r}")
         counts = tensor(batch, kind=torch.int32)
         return None if form is None else Padding(tensor(batch, size, kind=torch.bool), form, counts)
 
@@ -139,8 +145,8 @@ def explain(
             None if pages else value,
             causal=causal,
             window=None if window is None else _window(window),
-            query_mask=padding(query_mask, length),
-            key_mask=padding(key_mask, slots),
+            query_mask=padding("--query-mask", query_mask, length),
+            key_mask=padding("--key-mask", key_mask, slots),
             mask=tensor(batch, 1, length, slots, kind=torch.bool) if mask else None,
             bias=tensor(1, heads, length, slots, learned=True) if bias else None,
             key_lengths=lengths(key_lengths or pages is not None),
@@ -224,7 +230,7 @@ def check(
         raise _lacks(error, "conformance") from error
     if profile not in PROFILES:
         raise typer.BadParameter(f"--profile: {' or '.join(PROFILES)}, got {profile!r}")
-    if report and not report.absolute().parent.is_dir():
+    if report and (report.is_dir() or not report.absolute().parent.is_dir()):
         raise typer.BadParameter(f"--report: a file in a folder that is there, got {str(report)!r}")
     if sizes not in (None, *SIZES):
         raise typer.BadParameter(f"--sizes: {' or '.join(SIZES)}, got {sizes!r}")
@@ -278,7 +284,7 @@ def new_backend(
 
     try:
         written = write_package(name, folder)
-    except (ValueError, FileExistsError) as error:
+    except (ValueError, OSError) as error:
         raise typer.BadParameter(str(error)) from error
     for path in written:
         console.print(str(path), highlight=False, soft_wrap=True)
@@ -320,7 +326,10 @@ def _numbers(option: str, text: str, count: int) -> list[int]:
     parts = text.split(",")
     if len(parts) != count or not all(part.strip().isdecimal() for part in parts):
         raise typer.BadParameter(f"{option}: {count} whole numbers with commas between, got {text!r}")
-    return [int(part) for part in parts]
+    numbers = [int(part) for part in parts]
+    if math.prod(numbers) >= 2**48:  # the memory of no machine; torch can't count the bytes of much larger tensors
+        raise typer.BadParameter(f"{option}: sizes of a tensor that could be somewhere, got {text!r}")
+    return numbers
 
 
 def _capability(text: str) -> tuple[int, ...]:

@@ -8,6 +8,7 @@ import fnmatch
 import os
 import threading
 from collections.abc import Collection, Iterator, Sequence
+from types import NoneType
 from typing import NamedTuple
 
 from .spec import Feature
@@ -94,6 +95,8 @@ def use(backend: Names | None, *, layers: str | None = None) -> None:
     with the most literal characters wins.
     Raises LookupError for an unknown name, at once.
     """
+    if not isinstance(layers, (str, NoneType)):
+        raise TypeError(f"layers: a pattern that layers' names match, as in 'model.layers.[0-3].*', or None for all calls, got {layers!r}")
     order = None if backend is None else names(backend)
     if layers is None:
         process.order = order
@@ -120,6 +123,8 @@ def using(backend: Names | None = None, *, require: Collection[str] = (), allow:
     for argument, given, known in (("require", require, MODES), ("allow", allow, PERMITS)):
         if isinstance(given, str):
             raise TypeError(f"{argument}: a set of words, got the string {given!r}; write {{{given!r}}}")
+        if not isinstance(given, Collection):
+            raise TypeError(f"{argument}: a set of words among {', '.join(known)}, got {given!r}")
         for word in given:
             if word not in known:
                 raise ValueError(f"{argument}: among {', '.join(known)}, got {word!r}")

@@ -23,7 +23,7 @@ def choose(
     registry.load()
     if scope is not None and Feature.DETERMINISTIC in scope.require and not call.deterministic:
         call.deterministic, call._spec = True, None  # kernels are to run in that mode, not only to be able to
-    named = tuple(backend) if isinstance(backend, list) else backend
+    named = backend if backend is None or isinstance(backend, str) else policy.names(backend)
     if _wants_forms(call) and _somebody_packs(call, policy.in_force(named, layer, scope)):
         call.examine_padding()
     if call.spec.huge_bias and call.huge_bias is None:
@@ -45,7 +45,7 @@ def choose_while_tracing(call: AttentionCall, backend: policy.Names | None, laye
     """The chosen backend as a constant of the graph, guarded by the policy's epoch and scope."""
     if policy.mirror.scope and _must_be_deterministic(policy.mirror.scope):
         call.deterministic = True
-    named = tuple(backend) if isinstance(backend, list) else backend
+    named = backend if backend is None or isinstance(backend, str) else policy.names(backend)
     return registry.by_name(_chosen_while_tracing(call.facts(), named, layer, policy.process.epoch, policy.mirror.scope))
 
 

@@ -32,6 +32,7 @@ BAD = [
     ("integer key_mask", dict(key_mask=seen.int()), TypeError, ["key_mask", "bool", "int32"]),
     ("float mask", dict(mask=t(1, 1, 3, 5)), TypeError, ["mask", "bool", "float32", "bias"]),
     ("bool bias", dict(bias=torch.ones(1, 1, 3, 5, dtype=torch.bool)), TypeError, ["bias", "mask="]),
+    ("lengths beyond 64 bits", dict(key_lengths=[2**80, 1]), ValueError, ["key_lengths", "between 0 and"]),
     ("lengths without a number", dict(key_lengths=[None, 1]), TypeError, ["key_lengths", "whole numbers", "None"]),
     ("a length beyond 32 bits", dict(key_lengths=[2**40, 1]), ValueError, ["key_lengths", "0 and 5", str(2**40)]),
     ("a number for lengths", dict(key_lengths=3), TypeError, ["key_lengths", "one a row", "list", "3"]),

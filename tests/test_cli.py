@@ -85,6 +85,9 @@ def test_what_nothing_can_run_exits_with_one():
         ([*SHAPE, "--kv-heads", "5"], "divides the query's 32"),
         ([*SHAPE, "--backend", "sdap"], "did you mean 'sdpa'"),
         (["--query", "²,1,1,1"], "4 whole numbers"),
+        (["--query", "4611686018427387904,2,3,4"], "--query: sizes of a tensor that could be"),
+        ([*SHAPE, "--key-mask", "middle"], "--key-mask: left, right or any"),
+        ([*SHAPE, "--device", "tpu"], "--device: cpu or cuda"),
         ([*SHAPE, "--kv-heads", "0"], "--kv-heads"),
         ([*SHAPE, "--value-dim", "-3"], "--value-dim"),
         ([*SHAPE, "--keys", "-3"], "--keys"),
@@ -137,6 +140,7 @@ def test_what_is_no_certificate_is_said(tmp_path, written):
         (["--device", "meta"], "device"),
         (["--dtype", "int32"], "dtypes"),
         (["--report", "/no such folder/report.json"], "--report"),
+        (["--report", "."], "--report"),
     ],
 )
 def test_a_check_that_can_not_be_run_is_said_at_once(options, says):
@@ -165,6 +169,8 @@ def test_new_backend(tmp_path):
     done = run("new-backend", "mine", "--folder", str(tmp_path))
     assert done.exit_code == 0 and (tmp_path / "attnreg-mine" / "attnreg_mine" / "__init__.py").is_file()
     assert run("new-backend", "mine", "--folder", str(tmp_path)).exit_code == 2
+    (tmp_path / "file").touch()
+    assert run("new-backend", "mine", "--folder", str(tmp_path / "file")).exit_code == 2
 
 
 def test_help_loads_no_kernel_library():

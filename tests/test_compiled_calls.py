@@ -44,3 +44,13 @@ def test_head_counts_and_dims_may_be_symbolic():
     for heads, dim in ((2, 8), (4, 16), (6, 24)):
         query, key = torch.randn(2, 6, heads, dim), torch.randn(2, 6, 2, dim)
         torch.testing.assert_close(compiled(query, key), attnreg.attention(query, key, key, causal=True))
+
+
+@pytest.mark.parametrize("masks", ["keys", "both"])
+def test_padding_that_fits_under_changing_sizes(masks):
+    padding = [attnreg.Padding.from_lengths([2, 5, 1], 5) for _ in range(2)]
+    options = {"key_mask": padding[0], "query_mask": padding[1] if masks == "both" else None, "causal": True}
+    compiled = torch.compile(lambda q, k: attnreg.attention(q, k, k, **options), fullgraph=True, backend="eager", dynamic=True)
+    for queries in (5,) if masks == "both" else (4, 3, 1):
+        query, key = torch.randn(3, queries, 2, 8), torch.randn(3, 5, 2, 8)
+        torch.testing.assert_close(compiled(query, key), attnreg.attention(query, key, key, **options))

@@ -49,7 +49,16 @@ def test_use_checks_the_name_at_once_and_keeps_what_was():
     attnreg.use("reference")
     with pytest.raises(LookupError, match="reference"):
         attnreg.use("referense")
-    assert ran() == "reference"
+    with pytest.raises(TypeError, match="layers: a pattern"):
+        attnreg.use("sdpa", layers=5)
+    assert ran() == "reference" and ran(layer="x") == "reference"
+
+
+def test_what_is_no_name_or_word_is_said():
+    with pytest.raises(TypeError, match="backend: a backend's name or a list"):
+        ran(backend={"sdpa"})
+    with pytest.raises(TypeError, match="require: a set of words among deterministic"), attnreg.using(require=None):
+        pass
 
 
 def test_the_most_specific_layer_pattern_wins():

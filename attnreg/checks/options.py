@@ -100,7 +100,9 @@ def take_lengths(call: AttentionCall, key_lengths: Any, query_lengths: Any, key_
             continue
         if isinstance(given, (list, tuple)):
             numbers = whole_numbers(name, given)
-            given = torch.tensor(numbers, dtype=torch.int32 if all(abs(n) < 2**31 for n in numbers) else torch.int64)
+            if any(not 0 <= n <= size for n in numbers):
+                raise ValueError(f"{name}: each between 0 and {size}, got {numbers}")
+            given = torch.tensor(numbers, dtype=torch.int32 if size < 2**31 else torch.int64)
         elif not isinstance(given, torch.Tensor):
             raise TypeError(f"{name}: whole numbers, one a row, as a list or a tensor, got {given!r}")
         check_tensor(name, given)
