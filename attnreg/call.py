@@ -20,7 +20,8 @@ from .looked import Looked, readable
 from .spec import AttentionSpec, spec_from
 
 HUGE = 1e5
-"""From this size on a bias wipes digits out of a row's lse that gradients need, where a kernel takes the weights from it."""
+"""From this size on a bias wipes digits out of a row's lse that gradients need, where a kernel takes the weights from it. Scores that are as
+large by query and key themselves do the same, and nobody looks at those."""
 _huge: Looked[bool] = Looked()
 known_to_be_huge = _huge.get
 """Whether a bias holds finite numbers beyond `HUGE`, as far as somebody has looked; None if not."""

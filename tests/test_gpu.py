@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import math
 import os
+import types
 
 import oracle
 import pytest
@@ -457,3 +458,30 @@ def test_gradients_of_rows_whose_bias_is_a_huge_number(backend, fill):
     for what, got, expected in zip(("query", "key", "value"), found[backend], found["reference"]):
         error, largest = float((got - expected).abs().max()), float(expected.abs().max())
         assert error <= 0.1 * largest, f"gradient of {what}: off by {error:.3g}, largest {largest:.3g}"
+
+
+# ---------------------------------------------------------------------- arrays of another framework
+
+
+class Array:
+    """An array on the card of a framework that knows DLPack and nothing else."""
+
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+    def __array_namespace__(self):
+        return types.SimpleNamespace(__name__="strange", from_dlpack=lambda given: Array(torch.from_dlpack(given)))
+
+    def __dlpack__(self, **options):
+        return self.tensor.__dlpack__(**options)
+
+    def __dlpack_device__(self):
+        return self.tensor.__dlpack_device__()
+
+
+def test_arrays_on_the_card():
+    call = make(causal=True, key_lengths=torch.tensor([64, 17], device="cuda"))
+    output, lse = attnreg.attention(**{n: Array(t) if isinstance(t, torch.Tensor) else t for n, t in call.items()}, return_lse=True)
+    right = attnreg.attention(**call, return_lse=True)
+    assert isinstance(output, Array) and isinstance(lse, Array) and output.tensor.is_cuda
+    torch.testing.assert_close((output.tensor, lse.tensor), right)
