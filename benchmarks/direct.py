@@ -9,15 +9,18 @@ Writes direct.json and direct.md. The padded rows compare with flash-attn 2 on i
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import pathlib
 
 import torch
 import torch.nn.functional as F
 from timing import interleaved, warmed
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import attnreg
 from attnreg.kernels import rows as rows_module
+from attnreg.kernels.flash3 import library as flash3
 from attnreg.packing import Padding, pack
 
 
@@ -29,24 +32,42 @@ def heads_last(batch, size, keys, heads, key_heads, dim, gradients=False):
 def kernels_by_hand() -> dict:
     """What is installed, as causal functions of (B, S, H, D) tensors."""
     ways = {}
-    missing = {name: attnreg.backends()[name].reason_missing for name in ("flash2", "flash3", "flash4")}
+    missing = {name: attnreg.backends()[name].reason_missing for name in ("flash2", "flash3", "flash4", "cudnn", "xformers")}
     if not missing["flash2"]:
         from flash_attn.flash_attn_interface import flash_attn_func as two
 
         ways["flash2"] = lambda q, k, v: two(q, k, v, causal=True)
+    if not missing["flash3"]:
+        three = flash3().module.flash_attn_func
+        ways["flash3"] = lambda q, k, v: three(q, k, v, causal=True)
     if not missing["flash4"]:
         from flash_attn.cute import flash_attn_func as four
 
         ways["flash4"] = lambda q, k, v: four(q, k, v, causal=True)[0]
 
-    def sdpa(q, k, v):
-        from torch.nn.attention import SDPBackend, sdpa_kernel
+    if not missing["xformers"]:
+        from xformers.ops import LowerTriangularMask, fmha
 
-        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        def xformers(q, k, v):
+            # It has no backward for grouped heads; who trains with it repeats them.
+            k, v = (t.repeat_interleave(q.shape[2] // t.shape[2], 2) if t.requires_grad else t for t in (k, v))
+            if k.shape[2] != q.shape[2]:
+                group = q.shape[2] // k.shape[2]
+                q = q.unflatten(2, (-1, group))
+                k, v = (t[:, :, :, None].expand(-1, -1, -1, group, -1) for t in (k, v))
+            result = fmha.memory_efficient_attention(q, k, v, LowerTriangularMask(), op=(fmha.flash.FwOp, fmha.flash.BwOp))
+            return result if result.dim() == 4 else result.flatten(2, 3)
+
+        ways["xformers"] = xformers
+
+    def torchs(kernel, q, k, v):
+        with sdpa_kernel(kernel):
             q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-            return F.scaled_dot_product_attention(q, k, v, is_causal=q.shape[2] == k.shape[2], enable_gqa=True).transpose(1, 2)
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
 
-    ways["sdpa"] = sdpa
+    ways["sdpa"] = functools.partial(torchs, SDPBackend.FLASH_ATTENTION)
+    if not missing["cudnn"]:
+        ways["cudnn"] = functools.partial(torchs, SDPBackend.CUDNN_ATTENTION)
     return ways
 
 
@@ -57,7 +78,7 @@ def pair(name, by_hand, ours, rows):
         for function in functions.values():
             warmed(function)
             warmed(function)
-        times = interleaved(functions, 1.0, most=100, least=10)
+        times = interleaved(functions, 0.5, most=100, least=10)
     except Exception as error:
         rows.append({"row": name, "error": f"{type(error).__name__}: {error}".splitlines()[0][:300]})
     else:
