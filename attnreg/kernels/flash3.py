@@ -26,12 +26,13 @@ from .flash import (
     pages_rule,
     run_flash,
 )  # fmt: skip
-from .installed import Library, find
+from .installed import Library, find, whole
 from .order import FEW, rank_of
 from .sdpa import rows_fit
 
 INSTALL = "build flash-attention/hopper (python setup.py install), or pip install fa3-fwd for bfloat16 without a backward pass"
 _SIZES = (64, 96, 128, 192, 256)
+_FUNCTIONS = ("flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache")
 _INTERFACES = ("flash_attn_interface", "flash_attn_3.flash_attn_interface", "fa3_fwd_interface")
 
 
@@ -46,7 +47,7 @@ class _Found:
 
 def library() -> Library | Reason:
     if _Found.where is None:
-        _Found.where = find(["flash-attn-3", "flashattn-hopper", "fa3-fwd"], _INTERFACES, INSTALL)
+        _Found.where = whole(find(["flash-attn-3", "flashattn-hopper", "fa3-fwd"], _INTERFACES, INSTALL), _FUNCTIONS, INSTALL)
         if isinstance(_Found.where, Library):
             interface = _Found.where.module.__name__
             _Found.flags, _Found.operator = _build_flags(interface), _operator(interface)
