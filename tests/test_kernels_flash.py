@@ -225,6 +225,12 @@ def test_deterministic_gradients_of_flash3_by_the_kernel_that_is_run():
     assert words(flash3.claims({}), wide) == {"deterministic"}
 
 
+def test_an_lse_that_a_flash3_build_cant_be_asked_for():
+    older, asked = flash3.claims(None, asks_lse=False), spec(gradients=True, return_lse=True)
+    assert words(older, asked) == {"lse"} and not words(flash3.claims(None), asked)
+    assert not words(older, spec(return_lse=True)) and not words(older, spec(gradients=True))
+
+
 def test_cards_of_flash4():
     claims = flash4.claims("4.0.0b36")
     assert not words(claims, spec(gradients=True))
