@@ -229,3 +229,14 @@ class Functions:
             window_size_right=window_size[1], softcap=softcap, num_splits=num_splits, **given,
         )  # fmt: skip
         return result if return_softmax_lse else result[0]
+
+
+class Unasked(Functions):
+    """As they were till 2025-07-11: the lse comes always, and nobody asks for it."""
+
+    def flash_attn_func(self, *tensors, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, deterministic=False):
+        return self._run(*tensors, {}, softmax_scale, causal, window_size, softcap, 1, deterministic, True)
+
+    def flash_attn_varlen_func(self, *given, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, deterministic=False):
+        segments = dict(zip(("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"), given[3:]))
+        return self._run(*given[:3], segments, softmax_scale, causal, window_size, softcap, 1, deterministic, True)

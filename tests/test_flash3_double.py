@@ -27,10 +27,12 @@ HERE = flash3.flash3.reason_missing, flash3.flash3.claims
 """Asked before anything is doubled: a backend asks its library once, and other tests shall find what is really installed."""
 
 
-@pytest.fixture(params=["functions", "operator"])
+@pytest.fixture(params=["functions", "operator", "lse unasked"])
 def way(request, monkeypatch):
     found = flash3._Found
-    monkeypatch.setattr(found, "where", Library("flash-attn-3", "3.0.0", flash3_double.Functions("flash3_double")))
+    functions = (flash3_double.Unasked if request.param == "lse unasked" else flash3_double.Functions)("flash3_double")
+    monkeypatch.setattr(found, "where", Library("flash-attn-3", "3.0.0", functions))
+    monkeypatch.setattr(found, "asks_lse", flash3._asks_lse(functions))
     monkeypatch.setattr(found, "operator", torch.ops.flash3_double.fwd.default if request.param == "operator" else None)
     monkeypatch.setattr(found, "kernels", flash3.kernels(()))
     CALLS.clear()
@@ -38,7 +40,7 @@ def way(request, monkeypatch):
 
 
 def on_the_cpu(flags, without=(Feature.CAPTURE, Feature.COMPILE)) -> attnreg.Backend:
-    claims = flash3.claims(flags)
+    claims = flash3.claims(flags, flash3._Found.asks_lse)
     features = {feature: support for feature, support in claims.features.items() if feature not in without}
     claims = dataclasses.replace(claims, features=features, devices=("cpu",), smallest_capability=None, largest_capability=None)
     return dataclasses.replace(flash3.flash3, name="flash3_double", capabilities=lambda: claims, missing=lambda: None)

@@ -232,6 +232,12 @@ def test_deterministic_gradients_of_flash3_by_the_kernel_that_is_run():
     assert words(flash3.claims({}), wide) == {"deterministic"}
 
 
+def test_an_lse_that_a_flash3_build_cant_be_asked_for():
+    older, asked = flash3.claims(None, asks_lse=False), spec(gradients=True, return_lse=True)
+    assert words(older, asked) == {"lse"} and not words(flash3.claims(None), asked)
+    assert not words(older, spec(return_lse=True)) and not words(older, spec(gradients=True))
+
+
 def test_cards_of_flash4():
     claims = flash4.claims("4.0.0b36")
     assert not words(claims, spec(gradients=True))
@@ -252,7 +258,8 @@ def test_one_query_prefers_split_keys():
 
 # ---------------------------------------------------------------------- environments, each in a process of its own
 
-FUNCTIONS = "def flash_attn_func(*a, **k): ...\ndef flash_attn_varlen_func(*a, **k): ...\ndef flash_attn_with_kvcache(*a, **k): ...\n"
+NAMES = ("flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache")
+FUNCTIONS = "".join(f"def {name}(*a, **k): ...\n" for name in NAMES)
 BROKEN = "raise ImportError('flash_attn_2_cuda.so: undefined symbol: _ZN3c104cuda9SetDeviceEa')\n"
 CUTE = "\n".join(f"def {name}(q, k, v, {', '.join(f'{a}=None' for a in arguments)}): ..." for name, arguments in flash4.NEEDED.items())
 TWO = {"flash_attn/__init__.py": "from .flash_attn_interface import flash_attn_func\n", "flash_attn/flash_attn_interface.py": FUNCTIONS}
@@ -348,6 +355,24 @@ def test_files_of_2_over_those_of_4(tmp_path):
 def test_half_of_2(tmp_path):
     said = environment(tmp_path, ("flash-attn-4", "4.0.0b36", FOUR), ("flash-attn", "2.8.3", {}))
     assert said["flash4"] is None and "flash_attn_interface" in said["flash2"] and "reinstall" in said["flash2"]
+
+
+@needs_nothing_installed
+@pytest.mark.parametrize("lacking", NAMES)
+def test_an_interface_that_lacks_a_function(lacking, tmp_path):
+    less = FUNCTIONS.replace(f"def {lacking}(", "def another(")
+    two = {"flash_attn/__init__.py": "", "flash_attn/flash_attn_interface.py": less}
+    said = environment(tmp_path, ("flash-attn", "2.8.3", two), ("flash-attn-3", "3.0.0", {"flash_attn_interface.py": less}))
+    for name, interface in (("flash2", "flash_attn.flash_attn_interface"), ("flash3", "flash_attn_interface")):
+        assert "half of" in said[name] and f"{interface} has no {lacking};" in said[name] and "reinstall" in said[name]
+
+
+@needs_nothing_installed
+def test_2_before_it_read_caches(tmp_path):
+    """2.2 brought the third function."""
+    two = {**TWO, "flash_attn/flash_attn_interface.py": FUNCTIONS.replace(NAMES[2], "another")}
+    assert environment(tmp_path / "before", ("flash-attn", "2.1.2", two))["flash2"] is None
+    assert NAMES[2] in environment(tmp_path / "since", ("flash-attn", "2.2.0", two))["flash2"]
 
 
 @needs_nothing_installed

@@ -27,7 +27,7 @@ from .flash import (
     pages_rule,
     run_flash,
 )  # fmt: skip
-from .installed import Library, find
+from .installed import Library, find, whole
 from .order import FEW, rank_of
 from .sdpa import no_early_window, rows_fit
 
@@ -43,7 +43,11 @@ class _Found:
 
 def library() -> Library | Reason:
     if _Found.where is None:
-        _Found.where = find(["flash-attn"], ["flash_attn.flash_attn_interface"], INSTALL, oldest="2.1")
+        found = find(["flash-attn"], ["flash_attn.flash_attn_interface"], INSTALL, oldest="2.1")
+        functions = ["flash_attn_func", "flash_attn_varlen_func"]
+        if isinstance(found, Library) and kernels(found.version).reads_lengths:
+            functions.append("flash_attn_with_kvcache")
+        _Found.where = whole(found, functions, INSTALL)
         _Found.kernels = kernels(_version())
     return _Found.where
 

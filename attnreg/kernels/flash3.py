@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -26,12 +28,13 @@ from .flash import (
     pages_rule,
     run_flash,
 )  # fmt: skip
-from .installed import Library, find
+from .installed import Library, find, whole
 from .order import FEW, rank_of
 from .sdpa import rows_fit
 
 INSTALL = "build flash-attention/hopper (python setup.py install), or pip install fa3-fwd for bfloat16 without a backward pass"
 _SIZES = (64, 96, 128, 192, 256)
+_FUNCTIONS = ("flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache")
 _INTERFACES = ("flash_attn_interface", "flash_attn_3.flash_attn_interface", "fa3_fwd_interface")
 
 
@@ -41,15 +44,17 @@ class _Found:
     where: Library | Reason | None = None
     flags: Mapping[str, bool] | None = {}
     operator: Callable | None = None
+    asks_lse: bool = True
     kernels: Kernels | None = None
 
 
 def library() -> Library | Reason:
     if _Found.where is None:
-        _Found.where = find(["flash-attn-3", "flashattn-hopper", "fa3-fwd"], _INTERFACES, INSTALL)
+        _Found.where = whole(find(["flash-attn-3", "flashattn-hopper", "fa3-fwd"], _INTERFACES, INSTALL), _FUNCTIONS, INSTALL)
         if isinstance(_Found.where, Library):
             interface = _Found.where.module.__name__
             _Found.flags, _Found.operator = _build_flags(interface), _operator(interface)
+            _Found.asks_lse = _asks_lse(_Found.where.module)
         _Found.kernels = kernels(tuple(sorted((_Found.flags or {}).items())))
     return _Found.where
 
@@ -72,6 +77,11 @@ def _operator(interface: str) -> Callable | None:
     return operator if {argument.name for argument in operator._schema.arguments} >= _GIVEN else None
 
 
+def _asks_lse(module: Any) -> bool:
+    """Whether the functions give the lse when asked: from 2025-08-29 on. Till 2025-07-11 they gave it always, in between never."""
+    return "return_attn_probs" in inspect.signature(module.flash_attn_func).parameters
+
+
 # ---------------------------------------------------------------------- the three functions
 
 
@@ -82,7 +92,7 @@ def _dense(call: AttentionCall, query, key, value) -> Result:
         return _cached(call, query, key, value, None, None, None)
     if _reaches_operator(call):
         return _inference(call, query, key, value, num_splits=1)
-    return _pair(library().module.flash_attn_func(query, key, value, **_options(call)))
+    return _pair(library().module.flash_attn_func(query, key, value, **_options(call), **_request(call)))
 
 
 def _segments(call: AttentionCall, query, key, value, cu_query, cu_key, longest_query, longest_key) -> Result:
@@ -92,7 +102,7 @@ def _segments(call: AttentionCall, query, key, value, cu_query, cu_key, longest_
             cu_seqlens_q=cu_query.contiguous(), cu_seqlens_k=cu_key.contiguous(), max_seqlen_q=longest_query, max_seqlen_k=longest_key,
         )  # fmt: skip
     function = library().module.flash_attn_varlen_func
-    return _pair(function(query, key, value, cu_query, cu_key, longest_query, longest_key, **_options(call)))
+    return _pair(function(query, key, value, cu_query, cu_key, longest_query, longest_key, **_options(call), **_request(call)))
 
 
 def _cached(call: AttentionCall, query, keys, values, lengths, starts, table) -> Result:
@@ -101,7 +111,7 @@ def _cached(call: AttentionCall, query, keys, values, lengths, starts, table) ->
         table = table if table is None or table.stride(-1) == 1 else table.contiguous()
         return _inference(call, query, keys, values, num_splits=0, seqused_k=lengths, leftpad_k=starts, page_table=table)
     options = _options(call)
-    options["return_softmax_lse"] = options.pop("return_attn_probs", False)
+    options["return_softmax_lse"] = _needs_lse(call)
     options.pop("deterministic", None)
     if starts is not None:
         options["cache_leftpad"] = starts
@@ -129,7 +139,7 @@ def _inference(call: AttentionCall, query, key, value, **given) -> Result:
 
 
 def _pair(result) -> Result:
-    """Builds from before 2025-08-29 return the lse unasked."""
+    """Some builds return the lse unasked (`_asks_lse`)."""
     return (result[0], result[1]) if isinstance(result, (tuple, list)) else (result, None)
 
 
@@ -141,9 +151,15 @@ def _options(call: AttentionCall) -> dict:
         options["softcap"] = call.softcap
     if call.deterministic and call.spec.gradients:
         options["deterministic"] = True
-    if call.return_lse or call.sinks is not None:
-        options["return_attn_probs"] = True
     return options
+
+
+def _request(call: AttentionCall) -> dict:
+    return {"return_attn_probs": True} if _needs_lse(call) and _Found.asks_lse else {}
+
+
+def _needs_lse(call: AttentionCall) -> bool:
+    return call.return_lse or call.sinks is not None
 
 
 def _window(call: AttentionCall) -> tuple[int, int]:
@@ -185,7 +201,7 @@ def kernels(flags: tuple[tuple[str, bool], ...]) -> Kernels:
     return Kernels(_dense, _segments, _cached, value_dim=lambda *dims: takes_dims(*dims, known), reads_whole_tiles=True)
 
 
-def claims(flags: Mapping[str, bool] | None) -> Capabilities:
+def claims(flags: Mapping[str, bool] | None, asks_lse: bool = True) -> Capabilities:
     """What a build can do, by its switches (FLASHATTENTION_DISABLE_...). One too old to tell (None) left nothing out."""
     told, flags = flags is not None, flags or {}
 
@@ -230,7 +246,7 @@ def claims(flags: Mapping[str, bool] | None) -> Capabilities:
         largest_capability=(9, 0),
         rules=(
             rows_fit, dropped_padding_must_fit(here), padding_needs_the_host(here), pages_rule(1), no_sink_gradients,
-            functools.partial(_deterministic, flags), functools.partial(_dims, flags),
+            functools.partial(_deterministic, flags), functools.partial(_dims, flags), functools.partial(_lse_with_gradients, asks_lse),
         ),
     )  # fmt: skip
 
@@ -259,6 +275,15 @@ def _deterministic(flags: Mapping[str, bool], spec: AttentionSpec) -> Reason | N
     return None
 
 
+def _lse_with_gradients(asks_lse: bool, spec: AttentionSpec) -> Reason | None:
+    """Without gradients the operator gives it, or functions that give it always."""
+    if asks_lse or not spec.return_lse or not spec.gradients:
+        return None
+    return Reason(
+        Feature.LSE.value, "with gradients", "without: this build's functions can't be asked for it", "a build from 2025-08-29 on"
+    )
+
+
 def _missing() -> Reason | None:
     found = library()
     return found if isinstance(found, Reason) else None
@@ -266,7 +291,7 @@ def _missing() -> Reason | None:
 
 def _claims_here() -> Capabilities:
     library()
-    return claims(_Found.flags)
+    return claims(_Found.flags, _Found.asks_lse)
 
 
 def _notes(spec: AttentionSpec) -> Sequence[str]:

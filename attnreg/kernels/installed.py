@@ -61,6 +61,22 @@ def find(distributions: Sequence[str], modules: Sequence[str], install: str, old
     return Reason("missing", f"a {name} that can be imported", f"{name} {version} fails: {'; '.join(errors)}", f"reinstall it: {install}")
 
 
+def whole(library: Library | Reason, functions: Sequence[str], install: str) -> Library | Reason:
+    """The library, if its module has all of these functions; else half of it is there, or one that is too old."""
+    if not isinstance(library, Library):
+        return library
+    name, version, module = library
+    lacking = [function for function in functions if not callable(getattr(module, function, None))]
+    if not lacking:
+        return library
+    return Reason(
+        "missing",
+        f"the whole of {name}",
+        f"half of {name} {version}: {module.__name__} has no {', '.join(lacking)}",
+        f"reinstall it: {install}",
+    )
+
+
 def without_parent(library: Library | Reason, module: str) -> Library | Reason:
     """Once more, where the only fault is the `__init__` of a folder that another, broken library brought.
 

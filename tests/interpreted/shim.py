@@ -22,6 +22,8 @@ port = interface.flash_attn_gpu
 _fwd, _bwd, _varlen_fwd, _varlen_bwd, _fwd_kvcache = port.fwd, port.bwd, port.varlen_fwd, port.varlen_bwd, port.fwd_kvcache
 calls = []
 """Names of the functions that ran, newest last."""
+masks = []
+"""What they dropped, newest last: (B, H, Sq, Sk), B being segments where they are packed; negative or -0.0 where a weight is dropped."""
 
 
 def _need_alibi(self, slopes, batch, heads):
@@ -70,6 +72,7 @@ def fwd(q, k, v, out, alibi, dropout_p, scale, causal, left, right, softcap, ret
     causal = _checked(q, k, v, causal, left, right, softcap, k.shape[1])
     slopes = _slopes(alibi, q.shape[0])
     out, lse, mask, state = _fwd(q, k, v, out, slopes, dropout_p, scale, causal, -1, -1, 0.0, return_softmax, generator)
+    masks.extend([] if mask is None else [mask])
     rows = [None] * q.shape[0] if slopes is None else slopes
     lse = torch.stack([_as_cuda(lse[b], q.shape[1], k.shape[1], causal, rows[b]) for b in range(q.shape[0])])
     return out, lse, q.new_empty(0) if mask is None else mask, q.new_empty(0) if state is None else state
@@ -146,10 +149,11 @@ def varlen_fwd(q, k, v, out, cu_q, cu_k, used_k, leftpad, table, alibi, max_q, m
     if kept:
         numbers, (rows, cq, mq), (slots, ck, mk) = kept
         some = None if slopes is None else slopes[numbers].contiguous()
-        got, logs, _, state = _varlen_fwd(
+        got, logs, mask, state = _varlen_fwd(
             q[rows], k[slots], v[slots], None, cq, ck, None, None, None, some, mq, mk, dropout_p, scale, zero, causal, -1, -1, 0.0, return_softmax, generator
         )  # fmt: skip
         out[rows], lse[:, rows] = got, logs.T
+        masks.extend([] if mask is None else [mask])
         for n in numbers:
             a, b = spans[n]
             lse[:, a] = _as_cuda(lse[:, a], a.stop - a.start, b.stop - b.start, causal, None if slopes is None else slopes[n])

@@ -65,6 +65,9 @@ CALLS = {
     "causal": ({}, {"causal": True}, "fwd"),
     "causal, more queries": ({"queries": 7, "keys": 5}, {"causal": True}, "fwd"),
     "scale": ({"dim": 33}, {"scale": 0.3}, "fwd"),
+    "head dim 8": ({"dim": 8}, {"causal": True}, "fwd"),
+    "head dim 64": ({"batch": 1, "queries": 7, "keys": 9, "dim": 64}, {"causal": True, "cu_seqlens": (starts(4, 3), starts(5, 3))}, "varlen_fwd"),
+    "head dim 128": ({"queries": 7, "dim": 128}, {"causal": True, "key_mask": BOTH, "query_mask": BOTH}, "fwd_kvcache"),
     "mqa": ({"key_heads": 1}, {"causal": True}, "fwd"),
     "alibi": ({}, {"causal": True, "alibi_slopes": SLOPES}, "fwd"),
     "alibi, not causal": ({}, {"alibi_slopes": SLOPES}, "fwd"),
@@ -92,6 +95,9 @@ NO_GRADIENTS = {"sinks"}
 BACKWARD = (
     "causal",
     "scale",
+    "head dim 8",
+    "head dim 64",
+    "head dim 128",
     "mqa",
     "alibi of each row",
     "packed",
@@ -138,17 +144,62 @@ def test_forward(name, dtype):
     torch.testing.assert_close(lse, expected_lse, atol=tolerance, rtol=tolerance)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("name", always(BACKWARD, [n for n in CALLS if n not in NO_GRADIENTS]))
-def test_backward(name):
+def test_backward(name, dtype):
     sizes, options, _ = CALLS[name]
     grads = {}
     for backend in ("reference", "flash2"):
-        inputs = [t.requires_grad_() for t in poisoned(options, *tensors(**sizes))]
+        inputs = [t.requires_grad_() for t in poisoned(options, *tensors(**sizes, dtype=dtype))]
         output = attnreg.attention(*inputs, **options, backend=backend)
-        upstream = torch.randn(output.shape, generator=torch.Generator().manual_seed(1))
+        upstream = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
         grads[backend] = torch.autograd.grad((output * upstream).sum(), inputs)
+    tolerance = 5e-3 if dtype == torch.float16 else 2e-5
     for got, expected in zip(grads["flash2"], grads["reference"]):
-        torch.testing.assert_close(got, expected, atol=2e-5, rtol=2e-5)
+        torch.testing.assert_close(got, expected, atol=tolerance, rtol=tolerance)
+
+
+ALL = slice(None)
+DROPPED = {
+    "dense": ({"keys": 9}, {}, "fwd", [(0, ALL, ALL), (1, ALL, ALL)]),
+    "packed": (
+        {"batch": 1, "queries": 7, "keys": 9, "dim": 64},
+        {"cu_seqlens": (starts(4, 3), starts(5, 4))},
+        "varlen_fwd",
+        [(0, slice(0, 4), slice(0, 5)), (0, slice(4, 7), slice(5, 9))],
+    ),
+    "left padded": (
+        {"queries": 7},
+        {"key_mask": BOTH, "query_mask": BOTH},
+        "varlen_fwd",
+        [(0, slice(4, 7), slice(4, 7)), (1, ALL, ALL)],
+    ),
+}
+"""Causal calls, and where the queries and the keys of each row of the kernel's mask lie: row, slots, slots."""
+
+
+@pytest.mark.parametrize("name", DROPPED)
+def test_dropout(name):
+    """Output and gradients are those of the weights that the kernel says it kept."""
+    sizes, options, function, spans = DROPPED[name]
+    inputs = [t.requires_grad_() for t in poisoned(options, *tensors(**sizes))]
+    shim.calls.clear(), shim.masks.clear()
+    output = attnreg.attention(*inputs, **options, causal=True, dropout_p=0.4, backend="flash2")
+    assert shim.calls == [function]
+    (mask,) = shim.masks
+    assert mask.shape[0] == len(spans) and mask.signbit().any()
+    expected = torch.zeros_like(output)
+    for (row, queries, keys), kept in zip(spans, ~mask.signbit()):
+        query, key, value = (t[row, slots] for t, slots in zip(inputs, (queries, keys, keys)))
+        key, value = (t.repeat_interleave(2, 1) for t in (key, value))
+        scores = torch.einsum("qhd,khd->hqk", query, key) / math.sqrt(query.shape[-1])
+        hidden = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1 + key.shape[0] - query.shape[0])
+        weights = scores.masked_fill(hidden, -math.inf).softmax(-1) * kept[:, : query.shape[0], : key.shape[0]] / (1 - 0.4)
+        expected[row, queries] = torch.einsum("hqk,khd->qhd", weights, value)
+    torch.testing.assert_close(output, expected, atol=1e-5, rtol=1e-5)
+    upstream = torch.randn(output.shape, generator=torch.Generator().manual_seed(1))
+    for got, right in zip(*(torch.autograd.grad((o * upstream).sum(), inputs) for o in (output, expected))):
+        torch.testing.assert_close(got, right, atol=2e-5, rtol=2e-5)
 
 
 HOLES = torch.tensor([[True, False, True, True, False, True, True], [True] * 7])
