@@ -36,7 +36,7 @@ _HALF = (torch.float16, torch.bfloat16)
 def kernel_for(spec: AttentionSpec) -> str:
     """Which of its operators runs a spec: "flash" or "cutlass"."""
     added = spec.mask is not None or spec.bias is not None or spec.alibi is not None
-    segments = spec.packed and spec.window is not None and not spec.causal
+    segments = spec.padded and spec.window is not None and not spec.causal  # no bias object of rows has a window on both sides
     fits = spec.dtype in _HALF and spec.head_dim == spec.value_dim and spec.head_dim <= 256 and not segments
     loose = padding_must_fit(spec) is not None
     lacking = spec.capability is not None and (spec.capability < (8, 0) or flash_lacks_memory(spec))
@@ -283,11 +283,8 @@ def _attend(call: AttentionCall, query, key, value, bias, kernel) -> Output:
 # ---------------------------------------------------------------------- the claims
 
 
-def _two_sided_rows(spec: AttentionSpec) -> Reason | None:
-    """Seen on an H200 with 0.0.35: windows of rows laid one behind the other come out wrong without causality."""
-    if spec.window is not None and not spec.causal and spec.padded:
-        return Reason(Feature.WINDOW.value, "without causality, with padding or packed rows", "with causality, or without padding")
-    return None
+def _early_window(spec: AttentionSpec) -> Reason | None:
+    return no_early_window(spec) if kernel_for(spec) == "flash" else None
 
 
 def _lse_with_gradients(spec: AttentionSpec) -> Reason | None:
@@ -376,7 +373,7 @@ xformers = Backend(
         },
         devices=("cuda",),
         dtypes=(torch.float16, torch.bfloat16, torch.float32),
-        rules=(rows_fit, no_huge_bias, no_early_window, _two_sided_rows, _lse_with_gradients, _cutlass_card, _old_card, _host_lengths),
+        rules=(rows_fit, no_huge_bias, _early_window, _lse_with_gradients, _cutlass_card, _old_card, _host_lengths),
     ),
     priority=rank_of("xformers"),
     missing=find,
