@@ -226,6 +226,24 @@ def test_what_cudnn_refuses_and_why(changes, what):
     assert not claims.reasons_against(spec()) and not claims.reasons_against(spec(gradients=("query",)))
 
 
+@pytest.mark.parametrize(("version", "largest"), [(None, 128), (91200, 128), (91900, 256), (92600, 256)])
+def test_cudnn_takes_wide_heads_from_the_version_on_which_they_were_seen_to_be_right(monkeypatch, version, largest):
+    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: version is not None)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: version)
+    dims = cudnn_module._capabilities().head_dim
+    assert dims.takes(largest) and not dims.takes(largest + 8)
+
+
+def test_cudnn_is_missing_with_its_reason(monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert "install a torch build for CUDA, with cuDNN" in str(cudnn_module._missing())
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: False)
+    assert "install a torch build for CUDA, with cuDNN" in str(cudnn_module._missing())
+    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
+    assert cudnn_module._missing() is None
+
+
 def test_cudnn_comes_first_where_it_is_fastest():
     rank = cudnn_module.cudnn.rank
     assert rank(spec()) > sdpa_module.sdpa.rank(spec()) > rank(spec(key_mask="any"))
