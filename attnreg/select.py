@@ -89,8 +89,10 @@ class NoBackendError(RuntimeError):
 def select(spec: AttentionSpec, candidates: Iterable[Backend], policy: Policy, failures: tuple = ()) -> Selection:
     """Chooses among the candidates. Never raises: a `Selection` without `chosen` says why there is none.
 
-    A list of names means the first that can, in that order. "auto" stands for all candidates: those with no emulation for this spec
-    first, then by rank; a rank below 0 means only when nothing else can. Approximate backends are left out of "auto" unless allowed.
+    A list of names means the first that can, in that order; a family's members stand by rank. "auto" stands for all candidates, in this
+    order: of rank 0 or more with no emulation for this spec; of rank 0 or more with one; of a rank below 0, native or not, which are
+    therefore taken only when nothing else can; these last too with native ones first. Within each of these the higher rank goes first.
+    Approximate backends are left out of "auto" unless allowed.
     """
     candidates = list(candidates)
     asked = {b.name: _asked(b, spec) for b in candidates}

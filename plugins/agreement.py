@@ -117,7 +117,7 @@ def versions(names: Sequence[str]) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--per-feature", type=int, default=25)
-    parser.add_argument("--sizes", default="small", help="small, few (for backends that compile for each), large")
+    parser.add_argument("--sizes", default="small", help="small, mixed, few (for backends that compile for each), large")
     parser.add_argument("--backends", default=",".join(LIBRARIES))
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     options = parser.parse_args(arguments)

@@ -12,7 +12,7 @@ from attnreg.kernels.sdpa import sdpa
 
 
 def test_installed_backends_agree(capsys):
-    names = [name for name in ("sdpa", "onnxruntime") if name in attnreg.backends() and not attnreg.backends()[name].reason_missing]
+    names = [name for name in ("sdpa", "onnxruntime", "jax") if name in attnreg.backends() and not attnreg.backends()[name].reason_missing]
     assert agreement.main(["--per-feature", "3", "--backends", ",".join(names)]) == 0
     printed = capsys.readouterr().out
     assert "\n| causal | " in printed and "0 further from the reference" in printed

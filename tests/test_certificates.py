@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 from pathlib import Path
@@ -9,9 +10,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from attnreg import kernels
 from attnreg.cli import app
 from attnreg.conformance import Outcome
-from attnreg.conformance.report import OUT_OF_TIME
+from attnreg.conformance.report import OUT_OF_TIME, written_claims
 
 FOLDER = Path(__file__).parent.parent / "docs" / "certificates"
 BUILT_IN = {"sdpa", "reference"}
@@ -77,6 +79,26 @@ def test_a_certificate_is_of_a_whole_run(file):
     report = json.loads(file.read_text())
     assert report["backend"] == file.stem
     assert_whole(report)
+
+
+def live_claims(name):
+    """What the backend of this source claims now. A plugin's module needs neither an installed package nor its library to say it."""
+    if name in BUILT_IN:
+        backends = kernels.attnreg_backends()
+    else:
+        path = FOLDER.parent.parent / "plugins" / f"attnreg-{name}" / f"attnreg_{name}.py"
+        spec = importlib.util.spec_from_file_location(f"claims_of_{name}", path)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        backends = module.attnreg_backends()
+    (claims,) = (backend.claims for backend in backends if backend.name == name)
+    return written_claims(claims)
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_a_certificate_is_of_what_is_claimed(file):
+    """A claim that came, went or changed since must be proven again."""
+    assert json.loads(file.read_text())["claims"] == live_claims(file.stem)
 
 
 def of_one_check(**changes):

@@ -1,4 +1,4 @@
-"""The gate: every plugin of this repository, the scaffold's, and four bad ones, as wheels beside a wheel of attnreg in a fresh environment.
+"""The gate: every plugin of this repository, the scaffold's, and five written here, as wheels beside a wheel of attnreg in a fresh environment.
 
 The good ones compete and explain; the bad ones fail alone.
 """
@@ -21,7 +21,7 @@ from attnreg.scaffold import write_package
 ROOT = Path(__file__).parent.parent
 GOOD = sorted(path.parent for path in (ROOT / "plugins").glob("*/pyproject.toml"))
 
-BAD = {
+WRITTEN = {
     "broken": "import a_library_that_nobody_has\n",
     "misspelt": "import attnreg\n\n@attnreg.hookimpl\ndef attnreg_backend():\n    return []\n",
     "duplicate": (
@@ -31,6 +31,12 @@ BAD = {
     "slow": (
         "import time\ntime.sleep(1.2)\nimport attnreg\n\n@attnreg.hookimpl\ndef attnreg_backends():\n"
         "    return [attnreg.Backend(name='slow', run=lambda call: call.query, capabilities=attnreg.Capabilities(features={}), priority=-5)]\n"
+    ),
+    "winner": (  # of calls that ask for nothing, with a head dim of 6: the others' own tests hardly meet it
+        "import attnreg, torch\n\ndef run(call):\n"
+        "    return torch.nn.functional.scaled_dot_product_attention(call.query, call.key, call.value, scale=call.scale)\n\n"
+        "@attnreg.hookimpl\ndef attnreg_backends():\n    claims = attnreg.Capabilities(features={}, head_dim=attnreg.Dims(only=(6,)))\n"
+        "    return [attnreg.Backend(name='winner', run=run, capabilities=claims, priority=1000, layout='bhsd')]\n"
     ),
 }
 
@@ -44,22 +50,30 @@ try:
     lookup = ""
 except LookupError as error:
     lookup = str(error)
-scaffold = attnreg.attention(query, key, key, causal=True, backend="scaffolded")
+
+def agrees(query, key, **options):
+    output = attnreg.attention(query, key, key, **options)
+    ran = attnreg.last_selection().chosen.name
+    return ran, torch.allclose(output, attnreg.attention(query, key, key, **{**options, "backend": "reference"}), atol=1e-5)
+
+six = torch.randn(1, 5, 2, 6)
 print(json.dumps({
     "file": attnreg.__file__,
     "backends": {name: registry.origin(name) for name in attnreg.backends()},
     "failures": [str(failure) for failure in registry.failures()],
     "seconds": dict(registry.import_seconds()),
     "chosen": selection.chosen.name,
+    "able": selection.able,
     "explained": sorted([*selection.rejected, *selection.able, selection.chosen.name]),
     "selection": str(selection),
     "lookup": lookup,
-    "agrees": torch.allclose(scaffold, attnreg.attention(query, key, key, causal=True), atol=1e-5),
+    "named": [agrees(query, key, causal=True, backend=name) for name in ("scaffolded", "chunked")],
+    "automatic": [agrees(six, six), agrees(six, six, causal=True)],
 }))
 """
 
 
-def write_bad(folder: Path, name: str, source: str) -> Path:
+def write(folder: Path, name: str, source: str) -> Path:
     package = folder / f"attnreg-{name}"
     package.mkdir()
     (package / f"attnreg_{name}.py").write_text(source)
@@ -76,7 +90,7 @@ def environment(tmp_path_factory):
     pytest.importorskip("setuptools", reason="building wheels needs setuptools")
     folder = tmp_path_factory.mktemp("gate")
     write_package("scaffolded", folder)
-    sources = [ROOT, *GOOD, folder / "attnreg-scaffolded", *(write_bad(folder, *bad) for bad in BAD.items())]
+    sources = [ROOT, *GOOD, folder / "attnreg-scaffolded", *(write(folder, *package) for package in WRITTEN.items())]
     offline = ["--no-deps", "--no-index", "--disable-pip-version-check", "-q"]
     subprocess.run(
         [sys.executable, "-m", "pip", "wheel", "--no-build-isolation", *offline, "-w", folder / "wheels", *map(str, sources)], check=True
@@ -108,15 +122,22 @@ def answer(environment):
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_it_is_the_wheel_that_is_asked(answer):
-    assert "gate" in answer["file"]
+def test_it_is_the_wheel_that_is_asked(answer, environment):
+    site = environment[1]["PYTHONPATH"].split(os.pathsep)[0]
+    assert Path(answer["file"]).resolve() == Path(site, "attnreg", "__init__.py").resolve() and ROOT not in Path(site).parents
 
 
-def test_good_plugins_compete_and_are_explained(answer):
+def test_good_plugins_are_brought_and_explained(answer):
     brought = {origin.split()[0] for origin in answer["backends"].values()}
-    assert {"attnreg", "attnreg-scaffolded", "attnreg-slow", *(path.name for path in GOOD)} <= brought
+    assert {"attnreg", "attnreg-scaffolded", "attnreg-slow", "attnreg-winner", *(path.name for path in GOOD)} <= brought
     assert answer["explained"] == sorted(answer["backends"])
-    assert answer["chosen"] == "sdpa" and answer["agrees"]
+
+
+def test_good_plugins_compete(answer):
+    """Those that need no library. Below 0, a plugin is able and not chosen; above the built-in ones, it is chosen for what it claims."""
+    assert answer["chosen"] == "sdpa" and {"chunked", "scaffolded"} <= set(answer["able"])
+    assert answer["named"] == [["scaffolded", True], ["chunked", True]]
+    assert answer["automatic"] == [["winner", True], ["sdpa", True]]
 
 
 @pytest.mark.parametrize(

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 import attnreg
-from attnreg.scaffold import TEMPLATES, write_package
+from attnreg.scaffold import OWN, TEMPLATES, write_package
 
 
 def test_the_backend_runs_as_written(tmp_path):
@@ -45,6 +46,20 @@ def test_no_placeholder_is_left(tmp_path):
 def test_other_names_are_refused(name, tmp_path):
     with pytest.raises(ValueError, match=r"^name: "):
         write_package(name, tmp_path)
+
+
+def test_names_of_attnreg_itself_are_refused(tmp_path):
+    """attnreg_pytest as a backend's module would take the place of the pytest plugin that every run of pytest loads."""
+    with pytest.raises(ValueError, match=r"^name: .* attnreg_pytest .*choose another, as my_pytest$"):
+        write_package("pytest", tmp_path)
+    assert not list(tmp_path.iterdir()) and write_package("my_pytest", tmp_path)
+
+
+def test_which_names_are_attnregs():
+    root = Path(__file__).parent.parent
+    modules = [*root.glob("attnreg_*.py"), *root.glob("plugins/*/attnreg_*.py")]
+    assert {path.stem.removeprefix("attnreg_") for path in modules} == OWN
+    assert {path.parent.name.removeprefix("attnreg-") for path in root.glob("plugins/*/pyproject.toml")} < OWN
 
 
 def test_nothing_is_overwritten(tmp_path):

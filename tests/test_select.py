@@ -37,6 +37,8 @@ def test_native_goes_before_emulated_whatever_its_rank_unless_it_is_below_zero()
     copies = backend("copies", priority=90, features={Feature.GROUPED_HEADS: EMULATED("repeats heads"), Feature.CAUSAL: NATIVE})
     assert chosen([copies, backend("plain", priority=1)]) == "plain"
     assert chosen([copies, backend("last", priority=-1)]) == "copies"
+    last = backend("last_copies", priority=-1, features={Feature.GROUPED_HEADS: EMULATED("repeats heads"), Feature.CAUSAL: NATIVE})
+    assert chosen([last, backend("last", priority=-9)]) == "last"
     alike = SPEC._replace(key_heads=4)  # nothing to emulate
     assert chosen([copies, backend("plain", priority=1)], alike) == "copies"
     assert select(SPEC, [copies], Policy()).emulations == ("grouped_heads: repeats heads",)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import hypothesis
 import torch
 
+from ..capabilities import Capabilities
 from ..version import __version__
 from .trial import Tally
 
@@ -78,6 +79,19 @@ class Report(NamedTuple):
         """As JSON with a line for each check and feature: small enough to be kept beside the code, and read in a diff."""
         with open(path, "w") as file:
             file.write(_in_lines(self.as_dict(), 2) + "\n")
+
+
+def written_claims(claims: Capabilities) -> dict[str, Any]:
+    """The claims as a certificate has them: plain data."""
+    return {
+        "features": {str(f): str(s) if not callable(s) else "depends on the call" for f, s in claims.features.items()},
+        "devices": sorted(claims.devices),
+        "dtypes": sorted(str(d).removeprefix("torch.") for d in claims.dtypes),
+        "head_dim": str(claims.head_dim),
+        "value_dim": str(claims.value_dim),
+        "bound": claims.bound,
+        "exceptions": dict(claims.exceptions),
+    }
 
 
 def _short(number: float) -> float:

@@ -21,7 +21,7 @@ from . import checks, modes
 from .cases import Case
 from .jobs import Drawn, Part, parts_of, run_parts
 from .kinds import Kinds
-from .report import OUT_OF_TIME, Outcome, Report
+from .report import OUT_OF_TIME, Outcome, Report, written_claims
 from .strategies import cases
 from .trial import Tally, fitted
 
@@ -326,21 +326,12 @@ def run_checks(
                 progress(len(outcomes), len(todo), outcome)
             if stop and outcome.result == "failed":
                 break
-    claims = {
-        "features": {str(f): str(s) if not callable(s) else "depends on the call" for f, s in backend.claims.features.items()},
-        "devices": sorted(backend.claims.devices),
-        "dtypes": sorted(str(d).removeprefix("torch.") for d in backend.claims.dtypes),
-        "head_dim": str(backend.claims.head_dim),
-        "value_dim": str(backend.claims.value_dim),
-        "bound": backend.claims.bound,
-        "exceptions": dict(backend.claims.exceptions),
-    }
     origin = registry.origin(backend.name).partition(" ")[0]  # a distribution's comes with its version
     libraries = _KERNELS if origin == "attnreg" and device == "cuda" else () if origin == "attnreg" else (origin,)
     libraries += getattr(backend.missing, "libraries", ())
     in_order = tuple(outcomes[name] for name in names if name in outcomes)
     cut = f", cut short after {seconds:.0f} s" if any(o.text.startswith(OUT_OF_TIME) for o in in_order) else ""
-    return Report(backend.name, device, _name(amount) + cut, in_order, tally, claims, libraries)
+    return Report(backend.name, device, _name(amount) + cut, in_order, tally, written_claims(backend.claims), libraries)
 
 
 def _in_turn(
