@@ -572,6 +572,46 @@ def test_a_sliding_cache_is_saved_as_it_is_after_a_crop_of_some_rows():
     assert torch.equal(*(attention(*step, cache=cache[0], causal=True, window=(2, 0)) for cache in (first, second)))
 
 
+@pytest.mark.parametrize("named", ["held", "none held"])
+def test_a_sliding_cache_takes_no_state_that_lacks_what_its_window_sees(named):
+    query, key, value = tensors(size=13)
+    state, past = {}, slice(0, 12)
+    for left in (2, 8):
+        cache = SlidingCache(1, left)
+        attention(query[:, past], key[:, past], value[:, past], cache=cache[0], causal=True, window=(left, None))
+        state[left] = {name: t for name, t in cache.state_dict().items() if named == "held" or not name.endswith(".held")}
+    with pytest.raises(ValueError, match=r"state: layer 0: held: row 0 of length 12 has its last 3 tokens.* window of 8"):
+        SlidingCache(1, 8).load_state_dict(state[2])
+    for into, left in ((2, 2), (2, 8), (5, 8), (8, 8)):
+        cache = SlidingCache(1, into)
+        cache.load_state_dict(state[left])
+        out = attention(*(t[:, 12:] for t in (query, key, value)), cache=cache[0], causal=True, window=(into, None))
+        torch.testing.assert_close(out, attention(query, key, value, causal=True, window=(into, None))[:, 12:], rtol=1e-5, atol=1e-6)
+
+
+def test_only_a_sliding_cache_takes_rows_that_lack_their_first_tokens():
+    """Here no row is longer than what is kept of another: the lengths alone would not show it."""
+    cache = SlidingCache(1, 2, rollback=5)
+    attention(*tensors(size=10), cache=cache[0], causal=True, window=(2, None), query_lengths=[10, 6])
+    cache.crop([6, 6])
+    assert cache[0].held.tolist() == [4, 6]
+    for other in (DynamicCache(), StaticCache(1, 2, 8, 2, 8), PagedCache(1, 2, 8, 4, 2, 8)):
+        with pytest.raises(ValueError, match=r"state: layer 0: held: only a SlidingCache takes the last \[4, 6\] tokens of .*\[6, 6\]"):
+            other.load_state_dict(cache.state_dict())
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "sliding"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int32])
+def test_key_and_value_that_are_taken_over_are_of_one_dtype(kind, dtype):
+    key, lengths = torch.ones(2, 3, 2, 8, dtype=dtype), torch.tensor([3, 3])
+    value, cache = key if dtype == torch.int32 else key.float(), caches()[kind]
+    state = {"layers.0.key": key, "layers.0.value": value, "layers.0.lengths": lengths}
+    for take in (lambda: cache[0].restore(key, value, lengths), lambda: cache.load_state_dict(state)):
+        with pytest.raises(ValueError, match=rf"key, value: one floating dtype .*{dtype}"):
+            take()
+    assert cache.lengths.tolist() == []
+
+
 def test_nan_of_a_bias_at_padded_queries_reaches_no_gradient():
     query, key, value = tensors()
     key, value = key.clone().requires_grad_(), value.clone().requires_grad_()

@@ -12,6 +12,7 @@ from .protocol import (
     Lengths,
     Step,
     check_new,
+    check_pair,
     clear,
     host_counts,
     on_device,
@@ -143,6 +144,7 @@ class DynamicLayer:
         return self._key[:, :longest], self._value[:, :longest], self.lengths
 
     def restore(self, key: torch.Tensor, value: torch.Tensor, lengths: torch.Tensor) -> None:
+        check_pair(key, value)
         # Taken as they are, without a copy: the next change makes its own. Only what stands past a row's end is cleaned, in a copy.
         self._key, self._value, self._lengths, self._lent = key, value, lengths.tolist(), True
         if not uniform(self._lengths or [0]):

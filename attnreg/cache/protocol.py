@@ -125,6 +125,15 @@ def check_new(key: torch.Tensor, value: torch.Tensor, keys: torch.Tensor, values
             raise ValueError(f"{name}: on the cache's device {stored.device}, got {new.device}; move one of them")
 
 
+def check_pair(key: torch.Tensor, value: torch.Tensor) -> None:
+    """Keys and values that a layer takes over as they are."""
+    if key.dtype != value.dtype or not key.dtype.is_floating_point or key.device != value.device:
+        raise ValueError(
+            f"key, value: one floating dtype and one device for both, got {key.dtype} on {key.device} and {value.dtype} on {value.device}; "
+            "convert one of them"
+        )
+
+
 def refuse_gradient(key: torch.Tensor, value: torch.Tensor) -> None:
     if torch.is_grad_enabled() and (key.requires_grad or value.requires_grad):
         raise ValueError("key, value: this cache takes no tensors that require grad; use DynamicCache, torch.no_grad() or detach()")

@@ -12,6 +12,7 @@ from .protocol import (
     Lengths,
     Step,
     check_new,
+    check_pair,
     clear,
     host_counts,
     host_numbers,
@@ -192,20 +193,31 @@ class SlidingLayer:
         return self._moved(self._key, longest), self._moved(self._value, longest), self.lengths
 
     def restore(self, key: torch.Tensor, value: torch.Tensor, lengths: torch.Tensor, held: torch.Tensor | None = None) -> None:
-        """`held`: how many of a row's tokens stand in key and value, from slot 0 on; by default as many as there can be, whatever is first."""
+        """`held`: how many of a row's tokens stand in key and value, from slot 0 on; by default as many as there can be."""
+        check_pair(key, value)
+        have = self.held_in(key, lengths, held)
+        self._held = [min(n, self.keep) for n in have]
+        self._starts = first = [n - kept for n, kept in zip(have, self._held)]
         self._lengths = lengths.tolist()
-        if held is None:
-            kept = [min(n, key.shape[1], self.keep) for n in self._lengths]
-            first = [min(n, key.shape[1]) - k for n, k in zip(self._lengths, kept)]
-        else:
-            kept = [min(n, self.keep) for n in held.tolist()]
-            first = [n - k for n, k in zip(held.tolist(), kept)]
-        self._held, self._starts = kept, first
         with writable():
             self._key, self._value = key.clone(), value.clone()
         clear(self._key, [0] * len(first), first)
         clear(self._value, [0] * len(first), first)
         self.dropped_padding = None
+
+    def held_in(self, key: torch.Tensor, lengths: torch.Tensor, held: torch.Tensor | None) -> list[int]:
+        """What `restore` would find of each row. Raises ValueError where the window would see tokens that are not there."""
+        seen = lengths.tolist()
+        have = [min(n, key.shape[1]) for n in seen] if held is None else held.tolist()
+        if any(not 0 <= there <= min(n, key.shape[1]) for n, there in zip(seen, have)):
+            raise ValueError(f"held: each between 0 and the row's length, {seen}, and {key.shape[1]}, the slots given, got {have}")
+        for b, (n, there) in enumerate(zip(seen, have)):
+            if there < min(n, self.left + 1):
+                raise ValueError(
+                    f"held: row {b} of length {n} has its last {there} tokens, and lacks some that the window of {self.left} sees; "
+                    "a cache can be restored with the window that it was saved with, or a narrower one"
+                )
+        return have
 
 
 class SlidingCache(Cache):
