@@ -1,5 +1,8 @@
 """What every cache takes alike, and what it refuses: each error names the argument, what was given and what is allowed."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 
@@ -66,3 +69,63 @@ def test_a_read_under_autocast_casts_first(kind, stored, given):
         expected = attention(query, key, value, causal=True, **WINDOW)
     assert out.dtype == torch.bfloat16
     torch.testing.assert_close(out, expected)
+
+
+COPIES = {"pickle": lambda given: pickle.loads(pickle.dumps(given)), "deepcopy": copy.deepcopy}
+
+
+def step(cache, number, **options):
+    query, key = t(2, 1, 4, 8) + number, t(2, 1, 2, 8) - number
+    return attention(query, key, key + 1, causal=True, cache=cache[0], **WINDOW, **options)
+
+
+@ALL
+@pytest.mark.parametrize("how", COPIES)
+@pytest.mark.parametrize("before", [[], [{}, {"query_lengths": [1, 0]}]])
+def test_a_copy_goes_on_as_the_original_does(kind, how, before):
+    cache = filled(kind)[0]
+    for number, options in enumerate(before):
+        step(cache, number, **options)
+    other = COPIES[how](cache)
+    for change in ("nothing", "crop", "reorder", "reset", "fork"):
+        if change != "nothing":
+            arguments = {"crop": [2], "reorder": [[1, 0]], "reset": [[1]], "fork": []}[change]
+            cache, other = (getattr(c, change)(*arguments) or c for c in (cache, other))
+        for number in range(3):
+            torch.testing.assert_close(step(other, number), step(cache, number), rtol=0, atol=0)
+        assert other.lengths.tolist() == cache.lengths.tolist()
+        if kind == "static":  # it has room for 8
+            cache.crop(3), other.crop(3)
+    cache.reset(), other.reset()
+    torch.testing.assert_close(step(other, 1), step(cache, 1), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("how", COPIES)
+def test_a_copy_of_a_static_cache_goes_on_in_a_compiled_region(how):
+    cache = filled("static")[0]
+    other = COPIES[how](cache)
+    token = t(2, 1, 4, 8), t(2, 1, 2, 8), t(2, 1, 2, 8) + 1
+    compiled = torch.compile(lambda layer: attention(*token, causal=True, cache=layer), backend="eager", fullgraph=True)
+    for change in (lambda c: None, lambda c: c.reset([0]), lambda c: c.reset()):
+        change(cache), change(other)
+        for _ in range(2):
+            torch.testing.assert_close(compiled(other[0]), attention(*token, causal=True, cache=cache[0]))
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(other[0].contents(), cache[0].contents()))
+
+
+@pytest.mark.parametrize("how", COPIES)
+def test_a_copy_holds_the_pages_of_what_was_copied(how):
+    cache = PagedCache(1, 2, 8, 4, 2, 8)
+    attention(t(2, 6, 4, 8), t(2, 6, 2, 8), t(2, 6, 2, 8), causal=True, cache=cache[0], query_lengths=[6, 0])
+    cache.share(0, 1)
+    fork = cache.fork()
+    step(fork, 0)
+    # A fork alone leaves behind what only the other held; both together go on sharing a pool.
+    assert [c.free_pages for c in (cache, COPIES[how](fork))] == [3, 5]
+    mine, theirs = COPIES[how]((cache, fork))
+    assert mine[0].pool is theirs[0].pool and mine.free_pages == 3
+    for copied, original in ((mine, cache), (theirs, fork)):
+        torch.testing.assert_close(step(copied, 1), step(original, 1), rtol=0, atol=0)
+    del theirs, copied
+    mine.reset()
+    assert mine.free_pages == 8

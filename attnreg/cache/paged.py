@@ -334,10 +334,18 @@ class PagedLayer:
 
     def fork(self) -> PagedLayer:
         """Shares this layer's pool and all its pages; whoever writes into a shared page copies it first."""
-        new = PagedLayer(self.pool, 0)
-        new._tables, new._lengths = [list(t) for t in self._tables], list(self._lengths)
+        return self._holding(self.pool, self._tables, self._lengths)
+
+    def __reduce__(self) -> tuple:
+        """For pickles and copies: the new layer holds its pages itself, and what shows them on the device is made anew."""
+        return self._holding, (self.pool, self._tables, self._lengths)
+
+    @classmethod
+    def _holding(cls, pool: Pool, tables: list[list[int]], lengths: list[int]) -> PagedLayer:
+        new = cls(pool, 0)
+        new._tables, new._lengths = [list(table) for table in tables], list(lengths)
         for table in new._tables:
-            self.pool.hold(table)
+            pool.hold(table)
         return new
 
     def contents(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -204,13 +204,16 @@ class StaticLayer:
         self._hold(self.lengths.index_fill(0, index, 0))
 
     def fork(self) -> StaticLayer:
-        new = copy.copy(self)
         with torch.inference_mode(False):
-            for name, tensor in self.__dict__.items():
-                if isinstance(tensor, torch.Tensor):
-                    setattr(new, name, tensor.clone())
-            new._set_rooms(tuple(room.clone() for room in self._rooms))
-        return new
+            return copy.deepcopy(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For pickles and copies, less the views of the rooms: they would be given memory of their own."""
+        return {name: given for name, given in self.__dict__.items() if name not in ("_flat", "key", "value")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._set_rooms(self._rooms)
 
     def contents(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         longest = int(self.lengths.max()) if self.key.shape[0] else 0
