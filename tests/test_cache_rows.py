@@ -232,6 +232,34 @@ def test_gradients_only_through_the_dynamic_cache():
             chunked(caches()[kind], query, key, value, (4,))
 
 
+@pytest.mark.parametrize("which", ["key", "value", "both"])
+@pytest.mark.parametrize("counts", [[4, 4], [4, 1]])
+@pytest.mark.parametrize("change", ["append", "crop", "crop twice", "crop and append", "reset", "fork and read"])
+def test_what_happens_without_gradients_leaves_earlier_graphs_alone(which, counts, change):
+    query, key, value = tensors(size=4)
+    given = [t.requires_grad_(which in (name, "both")) for name, t in (("key", key), ("value", value))]
+    before = [t.detach().clone() for t in given]
+    cache = DynamicCache(1)
+    out = attention(query, *given, cache=cache[0], causal=True, query_lengths=counts)
+    if change == "fork and read":
+        cache = cache.fork()
+        out = out + attention(query, cache=cache[0], causal=True)
+    expected = torch.autograd.grad(out.square().sum(), [t for t in given if t.requires_grad], retain_graph=True)
+    with torch.no_grad():
+        if change == "reset":
+            cache.reset([0])
+            cache.reset([1])
+        if "crop" in change:
+            cache.crop([3, 1] if counts == [4, 1] else 3)
+        if change == "crop twice":
+            cache.crop(1)
+        if change not in ("reset", "crop twice"):
+            token = [t[:, :1] + 5 for t in (query, key, value)]
+            attention(*token, cache=cache[0], causal=True, query_lengths=[0, 1])
+    got = torch.autograd.grad(out.square().sum(), [t for t in given if t.requires_grad])
+    assert all(torch.equal(*pair) for pair in zip(got, expected)) and all(torch.equal(*pair) for pair in zip(before, given))
+
+
 def test_static_says_capacity_length_and_new():
     query, key, value = tensors(size=9)
     cache = StaticCache(1, 2, 9, 2, 8)

@@ -65,7 +65,8 @@ class DynamicLayer:
         if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (key, value, keys, values)):
             keys, values = (_appended(old, new, starts, counts, longest) for old, new in ((keys, key), (values, value)))
             return self._step(keys, values, after, (None, None, starts, counts), slots)
-        if keys is None or longest > keys.shape[1] or self._lent:
+        # What requires grad may stand in the graph of an earlier step, without gradients too: it is left as it is.
+        if keys is None or longest > keys.shape[1] or self._lent or keys.requires_grad or values.requires_grad:
             room = longest + longest // 4 + 16
             keys, values = zeros((len(starts), room, *key.shape[2:]), key), zeros((len(starts), room, *value.shape[2:]), value)
         return self._step(keys, values, after, (key, value, starts, counts), slots)
