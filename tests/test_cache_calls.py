@@ -129,3 +129,61 @@ def test_a_copy_holds_the_pages_of_what_was_copied(how):
     del theirs, copied
     mine.reset()
     assert mine.free_pages == 8
+
+
+rows, cu = t(5, 2, 8), torch.tensor([0, 2, 5])
+# what differs from a good packed step
+PACKED = [
+    ("lists", dict(cu_seqlens=([0, 5], [0, 5])), TypeError, ["cu_seqlens[0]", "Tensor", "list"]),
+    ("None", dict(cu_seqlens=(None, None)), TypeError, ["cu_seqlens[0]", "Tensor", "NoneType"]),
+    ("one of two", dict(cu_seqlens=(cu, None)), TypeError, ["cu_seqlens[1]", "Tensor", "NoneType"]),
+    ("no pair", dict(cu_seqlens=cu), TypeError, ["cu_seqlens", "pair"]),
+    ("empty", dict(cu_seqlens=(cu[:0], cu[:0])), ValueError, ["cu_seqlens[0]", "(segments + 1,)", "(0,)"]),
+    ("floats", dict(cu_seqlens=(cu.float(), cu.float())), TypeError, ["cu_seqlens[0]", "int32 or int64", "float32"]),
+    ("2-D", dict(cu_seqlens=(cu[None], cu[None])), ValueError, ["cu_seqlens[0]", "one dimension", "(1, 3)"]),
+    ("past the end", dict(cu_seqlens=(cu + cu, cu + cu)), ValueError, ["cu_seqlens[0]", "5", "[0, 4, 10]"]),
+    ("another pair", dict(cu_seqlens=(cu, torch.tensor([0, 1, 5]))), ValueError, ["cu_seqlens", "cu_k is cu_q", "[0, 1, 5]"]),
+    ("too small a maximum", dict(max_seqlens=(1, 1)), ValueError, ["max_seqlens", "3 rows", "got 1"]),
+    ("no query", dict(query=None), TypeError, ["query", "Tensor", "NoneType"]),
+    ("a number for a query", dict(query=3), TypeError, ["query", "Tensor", "int"]),
+    ("a batch", dict(query=t(2, 5, 2, 8), key=t(2, 5, 2, 8), value=t(2, 5, 2, 8)), ValueError, ["cu_seqlens", "batch size 1", "2"]),
+    ("heads first", dict(layout="bhsd"), ValueError, ["layout", "'bshd'", "'bhsd'"]),
+]
+APPENDS = [
+    ("fewer keys", dict(key=rows[:3], value=rows[:3]), ValueError, ["cu_seqlens[1]", "3", "[0, 2, 5]"]),
+    ("no value", dict(value=None), ValueError, ["key, value: both"]),
+    ("value of another length", dict(value=rows[:3]), ValueError, ["value", "5", "3"]),
+    ("key of text", dict(key="k"), TypeError, ["key", "Tensor", "str"]),
+]
+WRONG = [
+    (f"{how}, {name}", given, *case) for given, how in (({}, "read"), ({"key": rows, "value": rows}, "append")) for name, *case in PACKED
+]
+WRONG += [(name, {"key": rows, "value": rows}, *case) for name, *case in APPENDS]
+
+
+@pytest.mark.parametrize(("given", "changes", "error", "words"), [case[1:] for case in WRONG], ids=[case[0] for case in WRONG])
+def test_packed_steps_are_checked_as_packed_rows_are(given, changes, error, words):
+    cache = DynamicCache()
+    attention(t(2, 3, 2, 8), t(2, 3, 2, 8), t(2, 3, 2, 8), cache=cache[0])
+    with pytest.raises(error) as raised:
+        attention(**{"query": rows, "cu_seqlens": (cu, cu), "cache": cache[0], **given, **changes})
+    assert all(word in str(raised.value) for word in words), raised.value
+    assert cache.lengths.tolist() == [3, 3]
+
+
+@pytest.mark.parametrize("appends", [True, False])
+@pytest.mark.parametrize(
+    "shaped", [lambda given: given, lambda given: given[None], lambda given: given[None].flatten(2)], ids=["3-D", "4-D", "flat"]
+)
+def test_packed_steps_are_given_back_as_they_were_given(appends, shaped):
+    query, key = t(5, 4, 8), t(5, 2, 8)
+    cache, past = DynamicCache(), t(2, 3, 2, 8)
+    attention(t(2, 3, 4, 8), past, past, cache=cache[0])
+    new = {"key": shaped(key), "value": shaped(key)} if appends else {}
+    heads = {"n_heads": 4, "n_kv_heads": 2} if shaped(query).dim() == 3 and shaped(query).shape[0] == 1 else {}
+    out = attention(shaped(query), **new, cu_seqlens=(cu, cu), max_seqlens=(3, 3), cache=cache[0], causal=True, **heads)
+    expected = []
+    for b, part in enumerate((slice(0, 2), slice(2, 5))):
+        whole = torch.cat([past[b], key[part]])[None] if appends else past[b : b + 1]
+        expected.append(attention(query[None, part], whole, whole, causal=True)[0])
+    torch.testing.assert_close(out, shaped(torch.cat(expected)))
