@@ -1,12 +1,13 @@
 """What every cache takes alike, and what it refuses: each error names the argument, what was given and what is allowed."""
 
 import copy
+import itertools
 import pickle
 
 import pytest
 import torch
 
-from attnreg import DynamicCache, PagedCache, SlidingCache, StaticCache, attention
+from attnreg import DynamicCache, Padding, PagedCache, SlidingCache, StaticCache, attention
 from attnreg.call import AttentionCall
 
 CACHES = {
@@ -187,3 +188,85 @@ def test_packed_steps_are_given_back_as_they_were_given(appends, shaped):
         whole = torch.cat([past[b], key[part]])[None] if appends else past[b : b + 1]
         expected.append(attention(query[None, part], whole, whole, causal=True)[0])
     torch.testing.assert_close(out, shaped(torch.cat(expected)))
+
+
+nan, key = float("nan"), torch.ones(1, 3, 16)
+SIZES = {"StaticCache": (StaticCache, (1, 2, 8, 1, 4)), "PagedCache": (PagedCache, (1, 2, 3, 4, 1, 4))}
+NAMES = {"StaticCache": ("layers", "batch", "capacity", "key_heads", "head_dim"), "SlidingCache": ("layers", "left", "rollback")}
+NAMES["PagedCache"] = ("layers", "rows", "pages", "page_size", "key_heads", "head_dim")
+SIZES["SlidingCache"] = (SlidingCache, (1, 2, 0))
+
+
+@pytest.mark.parametrize("given", ["1", 1.5, 2.0, None, True, nan, torch.tensor(1), -1, 0])
+@pytest.mark.parametrize(("kind", "at"), [(kind, at) for kind, (_, sizes) in SIZES.items() for at in range(len(sizes))])
+def test_sizes_of_a_cache_are_counts(kind, at, given):
+    make, sizes = SIZES[kind]
+    name, least = NAMES[kind][at], 0 if NAMES[kind][at] in ("batch", "rows", "left", "rollback") else 1
+    sizes = [*sizes[:at], given, *sizes[at + 1 :]]
+    if type(given) is int and given >= least:
+        make(*sizes)
+        return
+    with pytest.raises(ValueError if type(given) is int else TypeError) as raised:
+        make(*sizes)
+    assert str(raised.value).startswith(f"{name}: ") and f"at least {least}, got {given!r}" in str(raised.value)
+
+
+NUMBERS = [
+    ("layers of a dynamic cache", lambda: DynamicCache(-1), ValueError, "layers: at least 1, got -1"),
+    ("a value_dim of 0", lambda: StaticCache(1, 2, 8, 1, 4, 0), ValueError, "value_dim: at least 1, got 0"),
+    ("an integer dtype", lambda: StaticCache(1, 2, 8, 1, 4, dtype=torch.int8), TypeError, "dtype: a floating torch.dtype.* got torch.int8"),
+    ("a dtype of text", lambda: PagedCache(1, 2, 8, 4, 1, 4, dtype="half"), TypeError, "dtype: a floating torch.dtype.* got 'half'"),
+    ("a layer of text", lambda: DynamicCache()["a"], TypeError, "layer: a whole number, got 'a'"),
+    ("a layer of text, fixed", lambda: StaticCache(1, 2, 8, 1, 4)["a"], TypeError, "layer: a whole number, got 'a'"),
+    ("a layer below 0", lambda: DynamicCache()[-1], IndexError, "layer: 0 to -1, got -1"),
+    ("a length to share", lambda: PagedCache(1, 2, 8, 4, 1, 4).share(0, 1, "1"), TypeError, "length: a whole number, .*'1'"),
+    ("heads of text", lambda: DynamicCache.from_legacy([(key, key)], "flat", key_heads="2"), TypeError, "key_heads: a whole number, .*'2'"),
+    ("no heads", lambda: DynamicCache.from_legacy([(key, key)], "flat", key_heads=0), ValueError, "key_heads: at least 1, got 0"),
+    (
+        "heads of no size",
+        lambda: DynamicCache.from_legacy([(key, key)], "flat", key_heads=3),
+        ValueError,
+        "key of layer 0: .*key_heads=3.* 16",
+    ),
+    (
+        "no tensors",
+        lambda: DynamicCache.from_legacy([(key, [1])], "flat", key_heads=2),
+        TypeError,
+        "value of layer 0: a torch.Tensor.*list",
+    ),
+    ("2-D lengths", lambda: Padding.from_lengths(torch.tensor([[1]]), 2), ValueError, r"lengths: one dimension, .*\(1, 1\)"),
+    ("a size of text", lambda: Padding.from_lengths([1], "2"), TypeError, "size: a whole number, at least 0, got '2'"),
+    ("a fractional size", lambda: Padding.from_lengths([1], 2.0), TypeError, "size: a whole number, at least 0, got 2.0"),
+    ("lengths elsewhere", lambda: Padding.from_lengths(torch.ones(2, device="meta"), 2), TypeError, "lengths: whole numbers, .*float32"),
+]
+
+
+@pytest.mark.parametrize(("make", "error", "text"), [case[1:] for case in NUMBERS], ids=[case[0] for case in NUMBERS])
+def test_numbers_are_whole_and_named(make, error, text):
+    with pytest.raises(error, match=f"^{text}"):
+        make()
+
+
+@ALL
+@pytest.mark.parametrize("indices", [None, torch.tensor([[0, 0]]), torch.tensor([]), torch.tensor(1.0), [0.0, 1.0], [0, 2], [-1, 0], "01"])
+def test_indices_to_reorder_by_are_rows(kind, indices):
+    cache = filled(kind)[0]
+    before = [t.clone() for t in cache[0].contents()]
+    with pytest.raises((TypeError, ValueError), match=r"^indices: (whole numbers|one dimension|each between 0 and 1), .*got"):
+        cache.reorder(indices)
+    assert all(torch.equal(now, was) for now, was in zip(cache[0].contents(), before))
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "paged", "sliding"])
+@pytest.mark.parametrize("none", [[], torch.tensor([], dtype=torch.long)])
+def test_a_cache_can_be_left_without_rows(kind, none):
+    cache = filled(kind)[0]
+    cache.reorder(none)
+    assert cache.lengths.tolist() == [] and attention(t(0, 1, 4, 8), cache=cache[0], **WINDOW).shape == (0, 1, 4, 8)
+    assert attention(t(0, 1, 4, 8), t(0, 1, 2, 8), t(0, 1, 2, 8), cache=cache[0], **WINDOW).shape == (0, 1, 4, 8)
+
+
+def test_layers_that_are_made_as_asked_for_come_to_an_end():
+    cache = DynamicCache()
+    cache.layer(1)
+    assert list(itertools.islice(cache, 3)) == cache.layers and len(cache) == 2

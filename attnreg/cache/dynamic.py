@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ..checks.numbers import whole_number
 from .layers import Cache
 from .protocol import (
     Lengths,
@@ -15,6 +16,7 @@ from .protocol import (
     check_pair,
     clear,
     host_counts,
+    known_rows,
     on_device,
     places,
     put,
@@ -117,10 +119,10 @@ class DynamicLayer:
 
     def reorder(self, indices: torch.Tensor) -> None:
         """Row b becomes what row `indices[b]` was; another number of indices makes another batch size."""
-        rows = row_numbers(indices, len(self._lengths))
+        rows = known_rows("indices", indices, len(self._lengths))
         if self._key is None:
             return
-        index = torch.tensor(rows, device=self._key.device)
+        index = torch.tensor(rows, dtype=torch.long, device=self._key.device)
         with writable():
             self._key, self._value = self._key.index_select(0, index), self._value.index_select(0, index)
         self._lent = False
@@ -175,11 +177,10 @@ class DynamicCache(Cache):
     """
 
     def __init__(self, layers: int | None = None) -> None:
-        super().__init__([DynamicLayer() for _ in range(layers or 0)])
         self._fixed = layers is not None
+        super().__init__([DynamicLayer() for _ in range(whole_number("layers", layers, 1) if self._fixed else 0)])
 
     def layer(self, index: int) -> DynamicLayer:
-        if not self._fixed and index >= 0:
-            while len(self.layers) <= index:
-                self.layers.append(DynamicLayer())
+        if not self._fixed:
+            self.layers.extend(DynamicLayer() for _ in range(len(self.layers), whole_number("layer", index, None) + 1))
         return super().layer(index)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ..checks.numbers import whole_number
 from .layers import Cache
 from .protocol import (
     Lengths,
@@ -16,6 +17,7 @@ from .protocol import (
     clear,
     host_counts,
     host_numbers,
+    known_rows,
     on_device,
     put,
     refuse_gradient,
@@ -70,10 +72,10 @@ class SlidingLayer:
         if key is None:
             if self._key is None:
                 raise ValueError("cache: nothing was appended yet, so key=None leaves nothing to say what the values' size is")
+            keys, values, start = self._key, self._value, max(self._starts, default=0)
             if not uniform(self._starts):
-                keys, values = self._moved(self._key, max(self._held)), self._moved(self._value, max(self._held))
-                return self._step(keys, values, 0, self._held, max(self._held), None)
-            return self._step(self._key, self._value, self._starts[0], self._held, max(self._held), None)
+                keys, values, start = self._moved(keys, self.slots(0)), self._moved(values, self.slots(0)), 0
+            return self._step(keys, values, start, self._held, self.slots(0), None)
         refuse_gradient(key, value)
         rows = key.shape[0]
         if self._key is not None:
@@ -163,10 +165,10 @@ class SlidingLayer:
 
     def reorder(self, indices: torch.Tensor) -> None:
         """Row b becomes what row `indices[b]` was; another number of indices makes another batch size."""
-        rows = row_numbers(indices, len(self._lengths))
+        rows = known_rows("indices", indices, len(self._lengths))
         if self._key is None:
             return
-        index = torch.tensor(rows, device=self._key.device)
+        index = torch.tensor(rows, dtype=torch.long, device=self._key.device)
         with writable():
             self._key, self._value = self._key.index_select(0, index), self._value.index_select(0, index)
         if self.dropped_padding is not None:
@@ -229,6 +231,5 @@ class SlidingCache(Cache):
     """
 
     def __init__(self, layers: int, left: int, rollback: int = 0) -> None:
-        if left < 0 or rollback < 0:
-            raise ValueError(f"left, rollback: none below 0, got {left} and {rollback}")
+        layers, left, rollback = whole_number("layers", layers, 1), whole_number("left", left), whole_number("rollback", rollback)
         super().__init__([SlidingLayer(left, left + 1 + rollback) for _ in range(layers)])

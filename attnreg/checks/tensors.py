@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd import forward_ad
 
+from .numbers import whole_number
+
 if TYPE_CHECKING:
     from ..call import AttentionCall
 
@@ -29,10 +31,8 @@ def take_tensors(call: AttentionCall, given: dict[str, Any], n_heads: int | None
         if tensor.device != query.device:
             raise ValueError(f"{name}: on the query's device {query.device}, got {tensor.device}; move it there")
     for name, count in (("n_heads", n_heads), ("n_kv_heads", n_kv_heads)):
-        if count is not None and (isinstance(count, bool) or not isinstance(count, int)):
-            raise TypeError(f"{name}: a whole number of heads, got {count!r}")
-        if count is not None and count <= 0:
-            raise ValueError(f"{name}: at least 1, got {count}")
+        if count is not None:
+            whole_number(name, count, 1)
     if query.dim() == 3:
         given = _from_three_dims(call, given, n_heads, n_kv_heads, packed)
     elif query.dim() != 4:
