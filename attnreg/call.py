@@ -15,7 +15,7 @@ from .cache.protocol import LayerCache, Pages, Step
 from .cache.steps import check_cache, clean_queries, masks_over, take_step
 from .checks.options import take_head_terms, take_lengths, take_masks, take_numbers
 from .checks.segments import take_segments
-from .checks.tensors import take_tensors
+from .checks.tensors import check_sizes, take_tensors
 from .looked import Looked, readable
 from .spec import AttentionSpec, spec_from
 
@@ -68,6 +68,8 @@ class AttentionCall:
     step: Step | None = None
     """What the cache made of the new tokens; they are appended when the call runs."""
     query: torch.Tensor | None = None
+    key: torch.Tensor | None = None
+    value: torch.Tensor | None = None
     layer: str | None = None
     fits_packing: bool = False
     """Dropping padding was found, by looking, to change nothing."""
@@ -115,7 +117,9 @@ class AttentionCall:
                 raise TypeError(f"{name}: True or False, got {flag!r}")
         self.layout, self.pages = layout, pages
         if cache is None:
-            take_tensors(self, query, key, value, n_heads, n_kv_heads, packed=cu_seqlens is not None)
+            given = {"query": query} if pages is not None else {"query": query, "key": key, "value": value}
+            take_tensors(self, given, n_heads, n_kv_heads, packed=cu_seqlens is not None)
+            check_sizes(self, n_heads, n_kv_heads)
         else:
             check_cache(cache, key, value, key_lengths)
             take_step(self, cache, query, key, value, n_heads, n_kv_heads, query_lengths, window, key_mask)

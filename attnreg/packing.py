@@ -14,7 +14,7 @@ import torch
 
 from . import visibility
 from .capabilities import Reason
-from .checks.numbers import whole_numbers
+from .checks.numbers import whole_number, whole_numbers, whole_tensor
 from .looked import Looked, readable, transforming
 from .spec import AttentionSpec, Feature
 
@@ -77,14 +77,14 @@ class Padding:
         """
         if side not in ("left", "right"):
             raise ValueError(f"side: 'left' or 'right', the side on which the padding stands, got {side!r}")
-        host = None
+        host, size = None, whole_number("size", size)
         if not isinstance(lengths, torch.Tensor) or lengths.device.type == "cpu":
             host = tuple(whole_numbers("lengths", lengths))
             if any(not 0 <= n <= size for n in host):
                 raise ValueError(f"lengths: each between 0 and size={size}, got {list(host)}")
             count = torch.tensor(host, dtype=torch.int32).to(device or "cpu", non_blocking=True)
         else:
-            count = lengths.to(device or lengths.device, torch.int32).clamp(0, size)
+            count = whole_tensor("lengths", lengths).to(device or lengths.device, torch.int32).clamp(0, size)
         slot = torch.arange(size, device=count.device)[None]
         mask = slot < count[:, None] if side == "right" else slot >= size - count[:, None]
         return cls(mask, side, count, host)

@@ -232,6 +232,34 @@ def test_gradients_only_through_the_dynamic_cache():
             chunked(caches()[kind], query, key, value, (4,))
 
 
+@pytest.mark.parametrize("which", ["key", "value", "both"])
+@pytest.mark.parametrize("counts", [[4, 4], [4, 1]])
+@pytest.mark.parametrize("change", ["append", "crop", "crop twice", "crop and append", "reset", "fork and read"])
+def test_what_happens_without_gradients_leaves_earlier_graphs_alone(which, counts, change):
+    query, key, value = tensors(size=4)
+    given = [t.requires_grad_(which in (name, "both")) for name, t in (("key", key), ("value", value))]
+    before = [t.detach().clone() for t in given]
+    cache = DynamicCache(1)
+    out = attention(query, *given, cache=cache[0], causal=True, query_lengths=counts)
+    if change == "fork and read":
+        cache = cache.fork()
+        out = out + attention(query, cache=cache[0], causal=True)
+    expected = torch.autograd.grad(out.square().sum(), [t for t in given if t.requires_grad], retain_graph=True)
+    with torch.no_grad():
+        if change == "reset":
+            cache.reset([0])
+            cache.reset([1])
+        if "crop" in change:
+            cache.crop([3, 1] if counts == [4, 1] else 3)
+        if change == "crop twice":
+            cache.crop(1)
+        if change not in ("reset", "crop twice"):
+            token = [t[:, :1] + 5 for t in (query, key, value)]
+            attention(*token, cache=cache[0], causal=True, query_lengths=[0, 1])
+    got = torch.autograd.grad(out.square().sum(), [t for t in given if t.requires_grad])
+    assert all(torch.equal(*pair) for pair in zip(got, expected)) and all(torch.equal(*pair) for pair in zip(before, given))
+
+
 def test_static_says_capacity_length_and_new():
     query, key, value = tensors(size=9)
     cache = StaticCache(1, 2, 9, 2, 8)
@@ -570,6 +598,46 @@ def test_a_sliding_cache_is_saved_as_it_is_after_a_crop_of_some_rows():
     second.load_state_dict(first.state_dict())
     step = (query[:, 8:9], key[:, 8:9], value[:, 8:9])
     assert torch.equal(*(attention(*step, cache=cache[0], causal=True, window=(2, 0)) for cache in (first, second)))
+
+
+@pytest.mark.parametrize("named", ["held", "none held"])
+def test_a_sliding_cache_takes_no_state_that_lacks_what_its_window_sees(named):
+    query, key, value = tensors(size=13)
+    state, past = {}, slice(0, 12)
+    for left in (2, 8):
+        cache = SlidingCache(1, left)
+        attention(query[:, past], key[:, past], value[:, past], cache=cache[0], causal=True, window=(left, None))
+        state[left] = {name: t for name, t in cache.state_dict().items() if named == "held" or not name.endswith(".held")}
+    with pytest.raises(ValueError, match=r"state: layer 0: held: row 0 of length 12 has its last 3 tokens.* window of 8"):
+        SlidingCache(1, 8).load_state_dict(state[2])
+    for into, left in ((2, 2), (2, 8), (5, 8), (8, 8)):
+        cache = SlidingCache(1, into)
+        cache.load_state_dict(state[left])
+        out = attention(*(t[:, 12:] for t in (query, key, value)), cache=cache[0], causal=True, window=(into, None))
+        torch.testing.assert_close(out, attention(query, key, value, causal=True, window=(into, None))[:, 12:], rtol=1e-5, atol=1e-6)
+
+
+def test_only_a_sliding_cache_takes_rows_that_lack_their_first_tokens():
+    """Here no row is longer than what is kept of another: the lengths alone would not show it."""
+    cache = SlidingCache(1, 2, rollback=5)
+    attention(*tensors(size=10), cache=cache[0], causal=True, window=(2, None), query_lengths=[10, 6])
+    cache.crop([6, 6])
+    assert cache[0].held.tolist() == [4, 6]
+    for other in (DynamicCache(), StaticCache(1, 2, 8, 2, 8), PagedCache(1, 2, 8, 4, 2, 8)):
+        with pytest.raises(ValueError, match=r"state: layer 0: held: only a SlidingCache takes the last \[4, 6\] tokens of .*\[6, 6\]"):
+            other.load_state_dict(cache.state_dict())
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "sliding"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int32])
+def test_key_and_value_that_are_taken_over_are_of_one_dtype(kind, dtype):
+    key, lengths = torch.ones(2, 3, 2, 8, dtype=dtype), torch.tensor([3, 3])
+    value, cache = key if dtype == torch.int32 else key.float(), caches()[kind]
+    state = {"layers.0.key": key, "layers.0.value": value, "layers.0.lengths": lengths}
+    for take in (lambda: cache[0].restore(key, value, lengths), lambda: cache.load_state_dict(state)):
+        with pytest.raises(ValueError, match=rf"key, value: one floating dtype .*{dtype}"):
+            take()
+    assert cache.lengths.tolist() == []
 
 
 def test_nan_of_a_bias_at_padded_queries_reaches_no_gradient():

@@ -7,13 +7,16 @@ from typing import Any
 
 import torch
 
+from ..checks.numbers import whole_number
 from .layers import Cache
 from .protocol import (
     Lengths,
     Step,
     check_new,
+    check_pair,
     clear,
     host_counts,
+    known_rows,
     on_device,
     places,
     put,
@@ -64,7 +67,8 @@ class DynamicLayer:
         if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (key, value, keys, values)):
             keys, values = (_appended(old, new, starts, counts, longest) for old, new in ((keys, key), (values, value)))
             return self._step(keys, values, after, (None, None, starts, counts), slots)
-        if keys is None or longest > keys.shape[1] or self._lent:
+        # What requires grad may stand in the graph of an earlier step, without gradients too: it is left as it is.
+        if keys is None or longest > keys.shape[1] or self._lent or keys.requires_grad or values.requires_grad:
             room = longest + longest // 4 + 16
             keys, values = zeros((len(starts), room, *key.shape[2:]), key), zeros((len(starts), room, *value.shape[2:]), value)
         return self._step(keys, values, after, (key, value, starts, counts), slots)
@@ -115,10 +119,10 @@ class DynamicLayer:
 
     def reorder(self, indices: torch.Tensor) -> None:
         """Row b becomes what row `indices[b]` was; another number of indices makes another batch size."""
-        rows = row_numbers(indices, len(self._lengths))
+        rows = known_rows("indices", indices, len(self._lengths))
         if self._key is None:
             return
-        index = torch.tensor(rows, device=self._key.device)
+        index = torch.tensor(rows, dtype=torch.long, device=self._key.device)
         with writable():
             self._key, self._value = self._key.index_select(0, index), self._value.index_select(0, index)
         self._lent = False
@@ -143,6 +147,7 @@ class DynamicLayer:
         return self._key[:, :longest], self._value[:, :longest], self.lengths
 
     def restore(self, key: torch.Tensor, value: torch.Tensor, lengths: torch.Tensor) -> None:
+        check_pair(key, value)
         # Taken as they are, without a copy: the next change makes its own. Only what stands past a row's end is cleaned, in a copy.
         self._key, self._value, self._lengths, self._lent = key, value, lengths.tolist(), True
         if not uniform(self._lengths or [0]):
@@ -172,11 +177,10 @@ class DynamicCache(Cache):
     """
 
     def __init__(self, layers: int | None = None) -> None:
-        super().__init__([DynamicLayer() for _ in range(layers or 0)])
         self._fixed = layers is not None
+        super().__init__([DynamicLayer() for _ in range(whole_number("layers", layers, 1) if self._fixed else 0)])
 
     def layer(self, index: int) -> DynamicLayer:
-        if not self._fixed and index >= 0:
-            while len(self.layers) <= index:
-                self.layers.append(DynamicLayer())
+        if not self._fixed:
+            self.layers.extend(DynamicLayer() for _ in range(len(self.layers), whole_number("layer", index, None) + 1))
         return super().layer(index)

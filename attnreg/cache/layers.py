@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
+from ..checks.numbers import whole_number
 from .positions import positions
 from .protocol import LayerCache, Lengths
 
@@ -22,12 +23,16 @@ class Cache:
         self.layers = layers
 
     def layer(self, index: int) -> LayerCache:
+        index = whole_number("layer", index, None)
         if not 0 <= index < len(self.layers):
             raise IndexError(f"layer: 0 to {len(self.layers) - 1}, got {index}")
         return self.layers[index]
 
     def __getitem__(self, index: int) -> LayerCache:
         return self.layer(index)
+
+    def __iter__(self) -> Iterator[LayerCache]:
+        return iter(self.layers)  # by index, one that makes layers as they are asked for would never end
 
     def __len__(self) -> int:
         return len(self.layers)

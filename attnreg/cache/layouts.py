@@ -7,6 +7,9 @@ from typing import Any
 
 import torch
 
+from ..checks.numbers import whole_number
+from ..checks.tensors import check_tensor
+
 View = Callable[[torch.Tensor, int], torch.Tensor]
 
 TO: Mapping[str, tuple[View, View]] = {
@@ -36,14 +39,19 @@ def from_legacy(cls: type, layers: Sequence[tuple[torch.Tensor, torch.Tensor]], 
     """A cache of class `cls`. `key_heads` says how to split flat tensors. An empty sequence makes an empty cache."""
     key_way, value_way = FROM[_known(layout)]
     heads = options.pop("key_heads", None) if layout == "flat" and cls.__name__ == "DynamicCache" else options.get("key_heads")
-    if layout == "flat" and heads is None:
-        raise ValueError("key_heads: the number of key heads, which a flat (B, T, Hkv*D) tensor does not show")
+    if layout == "flat":
+        if heads is None:
+            raise ValueError("key_heads: the number of key heads, which a flat (B, T, Hkv*D) tensor does not show")
+        heads = whole_number("key_heads", heads, 1)
     cache = cls(**options)
     for index, (key, value) in enumerate(layers):
         for name, tensor in (("key", key), ("value", value)):
+            check_tensor(f"{name} of layer {index}", tensor)
             wanted = 3 if layout == "flat" else 4
             if tensor.dim() != wanted:
                 raise ValueError(f"{name} of layer {index}: {wanted} dimensions in layout {layout!r}, got shape {tuple(tensor.shape)}")
+            if layout == "flat" and tensor.shape[2] % heads:
+                raise ValueError(f"{name} of layer {index}: a flat size that is a multiple of key_heads={heads}, got {tensor.shape[2]}")
         key, value = key_way(key, heads), value_way(value, heads)
         if key.shape[:3] != value.shape[:3]:
             raise ValueError(

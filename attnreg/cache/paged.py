@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..checks.numbers import whole_number
 from . import append
 from .layers import Cache
 from .pool import Pool
@@ -19,11 +20,13 @@ from .protocol import (
     Step,
     check_new,
     host_counts,
+    known_rows,
     on_device,
     put,
     refuse_gradient,
     row_numbers,
     shorter,
+    storage_of,
     uniform,
     zeros,
 )
@@ -299,7 +302,7 @@ class PagedLayer:
 
     def reorder(self, indices: torch.Tensor) -> None:
         """Row b becomes what row `indices[b]` was, sharing its pages. No content is copied until one of them appends."""
-        rows = row_numbers(indices, len(self._lengths))
+        rows = known_rows("indices", indices, len(self._lengths))
         old = self._tables
         for r in rows:
             self.pool.hold(old[r])
@@ -311,10 +314,10 @@ class PagedLayer:
     def share(self, source: int, target: int, length: int | None = None) -> None:
         """Gives the empty row `target` the first `length` tokens of row `source`: whole pages are shared, the last one is copied."""
         row_numbers([source, target], len(self._lengths))
-        length = self._lengths[source] if length is None else length
+        length = self._lengths[source] if length is None else whole_number("length", length)
         if self._lengths[target]:
             raise ValueError(f"target: an empty row, but row {target} has length {self._lengths[target]}; free it first")
-        if not 0 <= length <= self._lengths[source]:
+        if length > self._lengths[source]:
             raise ValueError(f"length: between 0 and {self._lengths[source]}, the source's length, got {length}")
         whole, rest = divmod(length, self.page_size)
         last = self.pool.take_any(1 if rest else 0)
@@ -334,10 +337,18 @@ class PagedLayer:
 
     def fork(self) -> PagedLayer:
         """Shares this layer's pool and all its pages; whoever writes into a shared page copies it first."""
-        new = PagedLayer(self.pool, 0)
-        new._tables, new._lengths = [list(t) for t in self._tables], list(self._lengths)
+        return self._holding(self.pool, self._tables, self._lengths)
+
+    def __reduce__(self) -> tuple:
+        """For pickles and copies: the new layer holds its pages itself, and what shows them on the device is made anew."""
+        return self._holding, (self.pool, self._tables, self._lengths)
+
+    @classmethod
+    def _holding(cls, pool: Pool, tables: list[list[int]], lengths: list[int]) -> PagedLayer:
+        new = cls(pool, 0)
+        new._tables, new._lengths = [list(table) for table in tables], list(lengths)
         for table in new._tables:
-            self.pool.hold(table)
+            pool.hold(table)
         return new
 
     def contents(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -383,10 +394,9 @@ class PagedCache(Cache):
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        if pages < 1 or page_size < 1:
-            raise ValueError(f"pages, page_size: at least 1 each, got {pages} and {page_size}")
-        like = torch.empty(0, dtype=dtype, device=device)
-        dims = (head_dim, head_dim if value_dim is None else value_dim)
+        layers, rows = whole_number("layers", layers, 1), whole_number("rows", rows)
+        pages, page_size = whole_number("pages", pages, 1), whole_number("page_size", page_size, 1)
+        key_heads, dims, like = storage_of(key_heads, head_dim, value_dim, dtype, device)
         pools = [Pool(*(zeros((pages + 1, page_size, key_heads, dim), like) for dim in dims)) for _ in range(layers)]
         super().__init__([PagedLayer(pool, rows) for pool in pools])
         self._allocated: set[int] = set()

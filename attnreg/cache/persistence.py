@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from .protocol import check_pair
+
 _NAMES = ("key", "value", "lengths")
 _SLIDING = ("held", "dropped_padding")
 """Of a sliding cache besides."""
@@ -38,14 +40,23 @@ def load_state_dict(cache: Any, state: dict[str, torch.Tensor]) -> None:
                 f"state: layer {i} needs key (B, T, Hkv, D), value (B, T, Hkv, Dv) and lengths (B,), got "
                 f"{tuple(key.shape)}, {tuple(value.shape)}, {tuple(lengths.shape)}"
             )
-        if lengths.dtype not in (torch.int32, torch.int64):
-            raise ValueError(f"state: lengths of layer {i} as int32 or int64, got {lengths.dtype}")
-        keeps = hasattr(cache.layer(i), "keep")
-        held = state.get(f"layers.{i}.held")
-        if held is not None and (held.shape != lengths.shape or bool(((held < 0) | (held > key.shape[1]) | (held > lengths)).any())):
-            raise ValueError(f"state: held of layer {i} between 0 and the lengths {lengths.tolist()}, got {held.tolist()}")
-        if lengths.numel() and (int(lengths.min()) < 0 or (not keeps and int(lengths.max()) > key.shape[1])):
-            raise ValueError(f"state: lengths of layer {i} between 0 and {key.shape[1]}, got {lengths.tolist()}")
+        for name in ("lengths", *_SLIDING):
+            numbers = state.get(f"layers.{i}.{name}", lengths)
+            if numbers.dtype not in (torch.int32, torch.int64) or numbers.shape != lengths.shape:
+                raise ValueError(
+                    f"state: {name} of layer {i} as int32 or int64, {tuple(lengths.shape)}, got {numbers.dtype}, {tuple(numbers.shape)}"
+                )
+        layer, seen, held = cache.layer(i), lengths.tolist(), state.get(f"layers.{i}.held")
+        try:
+            check_pair(key, value)
+            if hasattr(layer, "held_in"):
+                layer.held_in(key, lengths, held)
+            elif any(not 0 <= n <= key.shape[1] for n in seen):
+                raise ValueError(f"lengths: each between 0 and {key.shape[1]}, the slots given, got {seen}")
+            elif held is not None and held.tolist() != seen:
+                raise ValueError(f"held: only a SlidingCache takes the last {held.tolist()} tokens of rows of length {seen}")
+        except ValueError as error:
+            raise ValueError(f"state: layer {i}: {error}") from None
         rows.add(key.shape[0])
     if len(rows) > 1:
         raise ValueError(f"state: one batch size for all layers, got {sorted(rows)}")
@@ -71,10 +82,12 @@ def _restore(layer: Any, content: dict[str, torch.Tensor] | None) -> None:
     if content is None:
         layer.reset()
         return
-    held = {"held": content["held"]} if content["held"] is not None and hasattr(layer, "keep") else {}
-    layer.restore(content["key"], content["value"], content["lengths"], **held)
-    if content["dropped_padding"] is not None:
-        layer.dropped_padding = content["dropped_padding"]
+    whole = (content["key"], content["value"], content["lengths"])
+    if not hasattr(layer, "held_in"):
+        layer.restore(*whole)
+        return
+    layer.restore(*whole, content["held"])
+    layer.dropped_padding = content["dropped_padding"]
 
 
 def save(cache: Any, path: Any) -> None:

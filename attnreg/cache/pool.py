@@ -44,6 +44,7 @@ class Pool:
     def hold(self, pages: Sequence[int]) -> None:
         self.holds += 1
         for page in pages:
+            self.free.pop(page, None)
             self.holders[page] += 1
 
     def release(self, pages: Sequence[int]) -> None:
@@ -51,3 +52,7 @@ class Pool:
             self.holders[page] -= 1
             if self.holders[page] == 0:
                 self.free[page] = None
+
+    def __reduce__(self) -> tuple:
+        """A pickle or a copy with every page free: the layers that come along hold theirs again, and what others held is free there."""
+        return type(self), (self.keys, self.values)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
-from ..checks.numbers import whole_numbers
+from ..checks.numbers import whole_number, whole_numbers
 
 Lengths = int | Sequence[int] | torch.Tensor
 
@@ -125,6 +125,15 @@ def check_new(key: torch.Tensor, value: torch.Tensor, keys: torch.Tensor, values
             raise ValueError(f"{name}: on the cache's device {stored.device}, got {new.device}; move one of them")
 
 
+def check_pair(key: torch.Tensor, value: torch.Tensor) -> None:
+    """Keys and values that a layer takes over as they are."""
+    if key.dtype != value.dtype or not key.dtype.is_floating_point or key.device != value.device:
+        raise ValueError(
+            f"key, value: one floating dtype and one device for both, got {key.dtype} on {key.device} and {value.dtype} on {value.device}; "
+            "convert one of them"
+        )
+
+
 def refuse_gradient(key: torch.Tensor, value: torch.Tensor) -> None:
     if torch.is_grad_enabled() and (key.requires_grad or value.requires_grad):
         raise ValueError("key, value: this cache takes no tensors that require grad; use DynamicCache, torch.no_grad() or detach()")
@@ -144,7 +153,7 @@ def host_numbers(name: str, given: Lengths, rows: int) -> list[int]:
     if isinstance(given, int) and not isinstance(given, bool):
         return [given] * rows
     numbers = whole_numbers(name, given)
-    if not isinstance(numbers, list) or len(numbers) != rows:
+    if len(numbers) != rows:
         raise ValueError(f"{name}: one number a row, {rows} in all, got {numbers}")
     return numbers
 
@@ -158,14 +167,26 @@ def shorter(lengths: list[int], given: Lengths) -> list[int]:
 
 
 def row_numbers(rows: Any, batch: int) -> list[int]:
-    if rows is None:
-        return list(range(batch))
-    numbers = whole_numbers("rows", [rows] if isinstance(rows, int) else rows)
-    numbers = numbers if isinstance(numbers, list) else [numbers]
+    """Some rows, or all."""
+    return list(range(batch)) if rows is None else known_rows("rows", [rows] if isinstance(rows, int) else rows, batch)
+
+
+def known_rows(name: str, given: Any, batch: int) -> list[int]:
+    numbers = whole_numbers(name, given)
     if any(not 0 <= r < batch for r in numbers):
         there = f"between 0 and {batch - 1}" if batch else "of a row, and this cache has none yet"
-        raise ValueError(f"rows: each {there}, got {numbers}")
+        raise ValueError(f"{name}: each {there}, got {numbers}")
     return numbers
+
+
+def storage_of(
+    key_heads: Any, head_dim: Any, value_dim: Any, dtype: Any, device: torch.device | str | None
+) -> tuple[int, tuple[int, int], torch.Tensor]:
+    """Heads, both dims, and an empty tensor like those to come, of what a cache that allocates beforehand was asked for."""
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise TypeError(f"dtype: a floating torch.dtype, that of the keys and values to come, got {dtype!r}")
+    dims = whole_number("head_dim", head_dim, 1), whole_number("value_dim", head_dim if value_dim is None else value_dim, 1)
+    return whole_number("key_heads", key_heads, 1), dims, torch.empty(0, dtype=dtype, device=device)
 
 
 def on_device(numbers: Sequence[int], device: torch.device) -> torch.Tensor:

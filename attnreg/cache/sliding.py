@@ -7,14 +7,17 @@ from typing import Any
 
 import torch
 
+from ..checks.numbers import whole_number
 from .layers import Cache
 from .protocol import (
     Lengths,
     Step,
     check_new,
+    check_pair,
     clear,
     host_counts,
     host_numbers,
+    known_rows,
     on_device,
     put,
     refuse_gradient,
@@ -69,10 +72,10 @@ class SlidingLayer:
         if key is None:
             if self._key is None:
                 raise ValueError("cache: nothing was appended yet, so key=None leaves nothing to say what the values' size is")
+            keys, values, start = self._key, self._value, max(self._starts, default=0)
             if not uniform(self._starts):
-                keys, values = self._moved(self._key, max(self._held)), self._moved(self._value, max(self._held))
-                return self._step(keys, values, 0, self._held, max(self._held), None)
-            return self._step(self._key, self._value, self._starts[0], self._held, max(self._held), None)
+                keys, values, start = self._moved(keys, self.slots(0)), self._moved(values, self.slots(0)), 0
+            return self._step(keys, values, start, self._held, self.slots(0), None)
         refuse_gradient(key, value)
         rows = key.shape[0]
         if self._key is not None:
@@ -162,10 +165,10 @@ class SlidingLayer:
 
     def reorder(self, indices: torch.Tensor) -> None:
         """Row b becomes what row `indices[b]` was; another number of indices makes another batch size."""
-        rows = row_numbers(indices, len(self._lengths))
+        rows = known_rows("indices", indices, len(self._lengths))
         if self._key is None:
             return
-        index = torch.tensor(rows, device=self._key.device)
+        index = torch.tensor(rows, dtype=torch.long, device=self._key.device)
         with writable():
             self._key, self._value = self._key.index_select(0, index), self._value.index_select(0, index)
         if self.dropped_padding is not None:
@@ -192,20 +195,31 @@ class SlidingLayer:
         return self._moved(self._key, longest), self._moved(self._value, longest), self.lengths
 
     def restore(self, key: torch.Tensor, value: torch.Tensor, lengths: torch.Tensor, held: torch.Tensor | None = None) -> None:
-        """`held`: how many of a row's tokens stand in key and value, from slot 0 on; by default as many as there can be, whatever is first."""
+        """`held`: how many of a row's tokens stand in key and value, from slot 0 on; by default as many as there can be."""
+        check_pair(key, value)
+        have = self.held_in(key, lengths, held)
+        self._held = [min(n, self.keep) for n in have]
+        self._starts = first = [n - kept for n, kept in zip(have, self._held)]
         self._lengths = lengths.tolist()
-        if held is None:
-            kept = [min(n, key.shape[1], self.keep) for n in self._lengths]
-            first = [min(n, key.shape[1]) - k for n, k in zip(self._lengths, kept)]
-        else:
-            kept = [min(n, self.keep) for n in held.tolist()]
-            first = [n - k for n, k in zip(held.tolist(), kept)]
-        self._held, self._starts = kept, first
         with writable():
             self._key, self._value = key.clone(), value.clone()
         clear(self._key, [0] * len(first), first)
         clear(self._value, [0] * len(first), first)
         self.dropped_padding = None
+
+    def held_in(self, key: torch.Tensor, lengths: torch.Tensor, held: torch.Tensor | None) -> list[int]:
+        """What `restore` would find of each row. Raises ValueError where the window would see tokens that are not there."""
+        seen = lengths.tolist()
+        have = [min(n, key.shape[1]) for n in seen] if held is None else held.tolist()
+        if any(not 0 <= there <= min(n, key.shape[1]) for n, there in zip(seen, have)):
+            raise ValueError(f"held: each between 0 and the row's length, {seen}, and {key.shape[1]}, the slots given, got {have}")
+        for b, (n, there) in enumerate(zip(seen, have)):
+            if there < min(n, self.left + 1):
+                raise ValueError(
+                    f"held: row {b} of length {n} has its last {there} tokens, and lacks some that the window of {self.left} sees; "
+                    "a cache can be restored with the window that it was saved with, or a narrower one"
+                )
+        return have
 
 
 class SlidingCache(Cache):
@@ -217,6 +231,5 @@ class SlidingCache(Cache):
     """
 
     def __init__(self, layers: int, left: int, rollback: int = 0) -> None:
-        if left < 0 or rollback < 0:
-            raise ValueError(f"left, rollback: none below 0, got {left} and {rollback}")
+        layers, left, rollback = whole_number("layers", layers, 1), whole_number("left", left), whole_number("rollback", rollback)
         super().__init__([SlidingLayer(left, left + 1 + rollback) for _ in range(layers)])

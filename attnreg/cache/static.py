@@ -8,9 +8,24 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..checks.numbers import whole_number, whole_tensor
 from .append import FEW, in_one_launch
 from .layers import Cache
-from .protocol import Lengths, Step, check_new, clear, host_counts, put, refuse_gradient, row_numbers, shorter, uniform, zeros
+from .protocol import (
+    Lengths,
+    Step,
+    check_new,
+    clear,
+    host_counts,
+    known_rows,
+    put,
+    refuse_gradient,
+    row_numbers,
+    shorter,
+    storage_of,
+    uniform,
+    zeros,
+)
 
 
 def lengths_at_hand(device: torch.device) -> bool:
@@ -171,7 +186,7 @@ class StaticLayer:
         if self.key.device.type == "cpu" or not isinstance(lengths, torch.Tensor):
             wanted = torch.tensor(shorter(self.lengths.tolist(), lengths), dtype=torch.int32, device=self.key.device)
         else:
-            wanted = torch.minimum(self.lengths, lengths.to(self.lengths).clamp_min(0))
+            wanted = torch.minimum(self.lengths, whole_tensor("lengths", lengths).to(self.lengths).clamp_min(0))
         self._keep(wanted)
 
     def _keep(self, wanted: torch.Tensor) -> None:
@@ -183,7 +198,8 @@ class StaticLayer:
 
     def reorder(self, indices: torch.Tensor) -> None:
         """Row b becomes what row `indices[b]` was, in place: the batch size stays."""
-        rows = row_numbers(indices, self.key.shape[0]) if not torch.is_tensor(indices) or indices.device.type == "cpu" else indices
+        there = torch.is_tensor(indices) and indices.device.type != "cpu"
+        rows = whole_tensor("indices", indices) if there else known_rows("indices", indices, self.key.shape[0])
         index = torch.as_tensor(rows, device=self.key.device)
         if index.shape != (self.key.shape[0],):
             raise ValueError(f"indices: one for each of the {self.key.shape[0]} rows, got shape {tuple(index.shape)}")
@@ -204,13 +220,16 @@ class StaticLayer:
         self._hold(self.lengths.index_fill(0, index, 0))
 
     def fork(self) -> StaticLayer:
-        new = copy.copy(self)
         with torch.inference_mode(False):
-            for name, tensor in self.__dict__.items():
-                if isinstance(tensor, torch.Tensor):
-                    setattr(new, name, tensor.clone())
-            new._set_rooms(tuple(room.clone() for room in self._rooms))
-        return new
+            return copy.deepcopy(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For pickles and copies, less the views of the rooms: they would be given memory of their own."""
+        return {name: given for name, given in self.__dict__.items() if name not in ("_flat", "key", "value")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._set_rooms(self._rooms)
 
     def contents(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         longest = int(self.lengths.max()) if self.key.shape[0] else 0
@@ -244,9 +263,9 @@ class StaticCache(Cache):
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        like = torch.empty(0, dtype=dtype, device=device)
-        dims = (head_dim, head_dim if value_dim is None else value_dim)
-        super().__init__([StaticLayer(batch, capacity, key_heads, dims, like) for _ in range(layers)])
+        layers, batch, capacity = whole_number("layers", layers, 1), whole_number("batch", batch), whole_number("capacity", capacity, 1)
+        sizes = storage_of(key_heads, head_dim, value_dim, dtype, device)
+        super().__init__([StaticLayer(batch, capacity, *sizes) for _ in range(layers)])
 
     @property
     def overflowed(self) -> torch.Tensor:

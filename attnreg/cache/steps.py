@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..checks.tensors import check_sizes, check_tensor, take_tensors
+from ..checks.tensors import autocast, cast_dtype, check_reader, check_sizes, check_tensor, take_tensors
 from ..packing import Padding
 from ..visibility import cleaned_bias
 
@@ -38,26 +38,20 @@ def take_step(
     key_mask: Any,
 ) -> None:
     """Query, key and value as they will be once the new tokens are appended. Changes nothing: `step` remembers what to do."""
-    bhsd = call.layout == "bhsd"
     mask = key_mask.mask if isinstance(key_mask, Padding) else key_mask
     if key is not None:
-        take_tensors(call, query, key, value, n_heads, n_kv_heads, packed=False)
-        new = (call.key.transpose(1, 2), call.value.transpose(1, 2)) if bhsd else (call.key, call.value)
-        step = cache.prepare(*new, counts, window, mask)
-        query = call.query
-    else:
-        check_tensor("query", query)
-        if query.dim() == 3 and n_heads is not None:
-            query, call.shape_given = query.unflatten(2, (n_heads, -1)), "flat"
-        step = cache.prepare(None, None, None, window, mask)
-    call.see(cache, step)
-    if step.pages is not None and (query.dtype != step.pages.keys.dtype or query.shape[-1] != step.pages.keys.shape[-1]):
-        raise ValueError(
-            f"query: dtype {step.pages.keys.dtype} and head dim {step.pages.keys.shape[-1]}, as in the cache, "
-            f"got {query.dtype} and {query.shape[-1]}"
-        )
-    if call.query is None:
-        take_tensors(call, query, call.key, call.value, None, None, packed=False)
+        take_tensors(call, {"query": query, "key": key, "value": value}, n_heads, n_kv_heads, packed=False)
+        check_sizes(call, n_heads, n_kv_heads)
+        new = (call.key, call.value) if call.layout == "bshd" else (call.key.transpose(1, 2), call.value.transpose(1, 2))
+        call.see(cache, cache.prepare(*new, counts, window, mask))
+        return
+    take_tensors(call, {"query": query}, n_heads, n_kv_heads, packed=False)
+    call.see(cache, cache.prepare(None, None, None, window, mask))
+    if call.pages is not None and cast_dtype(call.pages.keys) != call.pages.keys.dtype:
+        call.gather_pages()  # what is cast is a copy: of these rows, not of the whole pool
+    if call.pages is None:
+        call.key, call.value = autocast(call.key), autocast(call.value)
+        check_reader(call, call.key, call.key.shape[0])
     check_sizes(call, n_heads, n_kv_heads)
 
 

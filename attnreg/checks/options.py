@@ -73,7 +73,7 @@ def take_masks(call: AttentionCall, query_mask: Any, key_mask: Any, mask: Any, b
                 f"bias: a floating tensor that is added to the scores, got {bias.dtype}; a bool tensor (True = may attend) is mask="
             )
         _check_broadcast(call, "bias", bias)
-        call.bias = autocast(bias) if call.device.type != "meta" and torch.is_autocast_enabled(call.device.type) else bias
+        call.bias = autocast(bias)
 
 
 def _check_broadcast(call: AttentionCall, name: str, tensor: torch.Tensor) -> None:

@@ -39,13 +39,7 @@ def take_segments(call: AttentionCall, cu_seqlens: Any, max_seqlens: Any) -> Non
                 right = (cu[0] == 0) & (cu[1:] >= cu[:-1]).all() & (cu[-1] <= size)
                 torch._assert_async(right, f"{name}: starts at 0, never decreases, ends at or before {size}")
         else:
-            starts = cu.tolist()
-            if starts[0] != 0:
-                raise ValueError(f"{name}: starts at 0, got {starts}")
-            if any(b < a for a, b in zip(starts, starts[1:])):
-                raise ValueError(f"{name}: never decreases, got {starts}")
-            if starts[-1] > size:
-                raise ValueError(f"{name}: ends at or before the number of rows, {size}, got {starts}")
+            check_starts(name, cu.tolist(), size)
     if cu_seqlens[0].shape != cu_seqlens[1].shape:
         raise ValueError(
             f"cu_seqlens: as many segments for queries as for keys, got {cu_seqlens[0].shape[0] - 1} and {cu_seqlens[1].shape[0] - 1}"
@@ -61,6 +55,15 @@ def take_segments(call: AttentionCall, cu_seqlens: Any, max_seqlens: Any) -> Non
             raise ValueError(f"max_seqlens: none below 0, got {max_seqlens!r}")
         _check_longest(call, cu_seqlens, max_seqlens)
     call.cu_seqlens, call.max_seqlens = cu_seqlens, max_seqlens
+
+
+def check_starts(name: str, starts: list[int], size: int) -> None:
+    if starts[0] != 0:
+        raise ValueError(f"{name}: starts at 0, got {starts}")
+    if any(b < a for a, b in zip(starts, starts[1:])):
+        raise ValueError(f"{name}: never decreases, got {starts}")
+    if starts[-1] > size:
+        raise ValueError(f"{name}: ends at or before the number of rows, {size}, got {starts}")
 
 
 def _check_longest(call: AttentionCall, cu_seqlens: tuple[torch.Tensor, torch.Tensor], max_seqlens: tuple[int, int]) -> None:
