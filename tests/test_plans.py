@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import weakref
+from pathlib import Path
 
+import fresh
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -311,3 +313,20 @@ def test_lengths_are_looked_at_in_every_call(checked):
         output = attnreg.attention(*call, causal=True, key_mask=mask, key_lengths=lengths)
         torch.testing.assert_close(output, attnreg.attention(*call, causal=True, key_mask=mask, key_lengths=lengths, backend="reference"))
     assert all(c.key_mask is not None for c in checked[-4:])
+
+
+@pytest.mark.parametrize("place", range(3))
+def test_a_nested_tensor_after_a_remembered_call_is_an_error_and_not_the_end(tmp_path, place):
+    """The compiler's guard ends the process where it is asked about one: so this runs in another."""
+    code = f"""
+import torch, attnreg
+tensors = [torch.randn(1, 4, 2, 8) for _ in range(3)]
+for _ in range(3):
+    attnreg.attention(*tensors)
+tensors[{place}] = torch.nested.nested_tensor([torch.randn(4, 2, 8)])
+try:
+    attnreg.attention(*tensors)
+except TypeError as error:
+    print(error)
+"""
+    assert "nested tensors are not taken" in fresh.run(tmp_path, code, Path(attnreg.__file__).parents[1])
