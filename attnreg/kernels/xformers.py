@@ -372,7 +372,8 @@ xformers = Backend(
             Feature.CAPTURE: NATIVE,
         },
         devices=("cuda",),
-        dtypes=(torch.float16, torch.bfloat16, torch.float32),
+        # Not float32: on an H200 CUTLASS was up to twice the allowed error away in 3 of some 1,500 such calls, all with a mask or a bias.
+        dtypes=(torch.float16, torch.bfloat16),
         rules=(rows_fit, no_huge_bias, _early_window, _lse_with_gradients, _cutlass_card, _old_card, _host_lengths),
     ),
     priority=rank_of("xformers"),
