@@ -23,10 +23,12 @@ KINDS = {
     "few queries": {"equal_lengths": False, "sizes": (2, 16, 4096)},
     "unequal": {"equal_lengths": False, "sizes": (2, 512, 4096)},
     "window": {"window": (True, False)},
-    "window, training": {"window": (True, False), "gradients": ("query",)},
+    "training": {"gradients": ("query",)},
+    "training, odd": {"gradients": ("query",), "head_dim": 80, "value_dim": 80},
     "softcap": {"softcap": True},
     "left padded": {"key_mask": "left"},
     "padded": {"key_mask": "right"},
+    "padded, training": {"key_mask": "left", "gradients": ("query",)},
     "packed": {"packed": True},
     "packed, training": {"packed": True, "gradients": ("query",)},
     "masked": {"mask": (True, False, True, True)},
@@ -37,8 +39,8 @@ def test_every_kind_has_its_line():
     assert KINDS.keys() == ORDER.keys()
     for name, changes in KINDS.items():
         assert kind(PREFILL._replace(**changes)) == name
-    assert kind(PREFILL._replace(sizes=(2, 1024, 1024), gradients=("query",))) == "long"
-    assert kind(PREFILL._replace(key_mask="left", gradients=("query",))) == "padded"
+    assert kind(PREFILL._replace(sizes=(2, 1024, 1024), gradients=("query",))) == "training"
+    assert kind(PREFILL._replace(window=(True, False), gradients=("query",))) == "window"
 
 
 def test_ranks_follow_the_line_and_stay_above_the_fallbacks():

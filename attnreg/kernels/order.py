@@ -24,14 +24,16 @@ ORDER = {
     "short": "cudnn flash4 flash3 flash2 sdpa xformers varlen flex",
     "long": "flash4 flash3 cudnn flash2 sdpa xformers varlen flex",
     "long and wide": "flash3 flash4 cudnn flash2 sdpa xformers varlen flex",
-    "unequal": "flash4 flash3 flash2 sdpa xformers varlen cudnn flex",
+    "training": "flash3 flash4 cudnn flash2 sdpa xformers varlen flex",
+    "training, odd": "flash3 cudnn flash4 flash2 sdpa xformers varlen flex",
+    "unequal": "flash3 flash4 flash2 sdpa xformers varlen cudnn flex",
     "window": "flash4 flash3 flash2 sdpa varlen xformers cudnn flex",
-    "window, training": "flash2 sdpa varlen flash4 flash3 xformers cudnn flex",
     "softcap": "flash3 flash4 flash2 flex",
     "left padded": "flash3 flash2 flash4 varlen xformers cudnn sdpa flex",
     "padded": "flash2 flash3 flash4 varlen xformers cudnn sdpa flex",
+    "padded, training": "flash3 flash4 flash2 varlen xformers cudnn sdpa flex",
     "packed": "flash3 flash4 flash2 varlen xformers flex sdpa",
-    "packed, training": "flash2 varlen flash4 flash3 xformers flex sdpa",
+    "packed, training": "flash4 flash3 flash2 varlen xformers flex sdpa",
     "masked": "flash2 cudnn sdpa xformers flex",
 }
 SHORT = 1024
@@ -40,6 +42,8 @@ FEW = 64
 """Queries up to which flash-attn 3's and 2's split keys fill the card better than flash-attn 4's tiles."""
 WIDE = 128
 """The head dim from which flash-attn 3's forward beats flash-attn 4's; narrower ones with as many key heads as query heads do too, by 4 %."""
+ODD = 32
+"""Head dims that are no multiples of it flash-attn 4 pads where gradients are asked for, in copies: cuDNN's training is faster then."""
 ROWS = 128
 """Batch rows times key heads up to which flash-attn 3's split keys fill the card better than flash-attn 2's."""
 MANY = 1 << 20
@@ -63,13 +67,15 @@ def kind(spec: AttentionSpec) -> str:
         return "one query of few rows" if batch * spec.key_heads <= ROWS else "one query"
     if spec.padded or spec.page_size:
         # Forward, flash-attn 3 and 2 read left padding by its starts.
-        return "left padded" if spec.key_mask == "left" and not spec.gradients else "padded"
+        if spec.gradients:
+            return "padded, training"
+        return "left padded" if spec.key_mask == "left" else "padded"
     if spec.window:
-        return "window, training" if spec.gradients else "window"
+        return "window"
     if not spec.equal_lengths:
         return "few queries" if queries <= FEW else "unequal"
     if spec.gradients:
-        return "long"
+        return "training, odd" if spec.head_dim % ODD else "training"
     return "short" if keys <= SHORT else "long and wide" if spec.head_dim >= WIDE else "long"
 
 
