@@ -25,6 +25,9 @@ CALLS = 25
 GRACE = 60.0
 """Seconds beyond the limit after which a process is taken to hang: a part ends with the call that it is at."""
 
+LEAVE = 5.0
+"""Seconds that a process without a part has to end."""
+
 
 class Part(NamedTuple):
     """What one process does at a time: every `of`-th round of a check, from the `number`-th."""
@@ -109,13 +112,15 @@ class _Worker:
         return drawn
 
     def killed(self, why: str) -> Drawn:
-        part, self.part, self.ended = self.part, None, True
         self.stop()
+        part, self.part, self.ended = self.part, None, True
         text = f"{part.check}: {why}; it was at part {part.number + 1} of {part.of}"
         return Outcome(part.check, "failed", 0, 0, part.seed, time.time() - self.since, text), Tally()
 
     def stop(self) -> None:
         self.connection.close()
+        if self.part is None:
+            self.process.join(LEAVE)  # it ends by itself, and takes along what it shares with others
         self.process.kill()
         self.process.join()
 
