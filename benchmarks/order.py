@@ -101,7 +101,9 @@ def prepared(entry: dict):
         declared = Padding.from_lengths(real, queries, side=padding, device="cuda")
         options |= {"key_mask": declared, "query_mask": declared, "finite_padding": True}
     if options.pop("lengths", False):
-        options |= {"key_lengths": torch.linspace(0.3, 1.0, batch).mul(keys).int().cuda(), "finite_padding": True}
+        # Evenly between 0.3 and 1; a lone row's in the middle, 0.65, not at an end.
+        used = (torch.arange(batch) + 0.5) / batch * 0.7 + 0.3
+        options |= {"key_lengths": used.mul(keys).int().cuda(), "finite_padding": True}
 
     def make(length, heads):
         tensor = torch.randn(batch, length, heads, dim, device="cuda", dtype=dtype, generator=generator)
@@ -167,7 +169,7 @@ def measured(entry: dict, seconds: float, without: set[str]) -> dict:
     if chosen in functions:
         functions["auto"] = runner(following, options, None, entry["backward"])
         warmed(functions["auto"])
-    times = interleaved(functions, seconds) if functions else {}
+    times = interleaved(functions, seconds, least=9) if functions else {}
     auto = times.pop("auto", None)
     best = min(times.values(), default=None)
     called = {}
@@ -265,13 +267,13 @@ calls: {s["mean_called"]:.3f}, worst {s["worst_called"]:.2f}. Kinds of calls tha
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", default=".", help="folder for order.json and order.md")
-    parser.add_argument("--seconds", type=float, default=170.0, help="about how long it may take; five rounds a call are made in any case")
+    parser.add_argument("--seconds", type=float, default=170.0, help="about how long it may take; nine rounds a call are made in any case")
     parser.add_argument("--without", default="reference", help="backends to leave out, with commas between")
-    parser.add_argument("--only", default="", help="only calls whose kind matches this regular expression")
+    parser.add_argument("--only", default="", help="only calls whose title, the first cell of a row, matches this regular expression")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("benchmarks/order.py needs a CUDA card")
-    entries = [e for e in grid() if re.search(arguments.only, e["kind"])]
+    entries = [e for e in grid() if re.search(arguments.only, title_of(e))]
     results, start = [], time.perf_counter()
     folder = pathlib.Path(arguments.out)
     folder.mkdir(parents=True, exist_ok=True)

@@ -12,8 +12,8 @@ PREFILL = AttentionSpec("cuda", (9, 0), torch.bfloat16, 32, 8, 64, 64, causal=Tr
 ONE = {"equal_lengths": False, "single_query": True, "sizes": (1, 1, 4096)}
 KINDS = {
     "short": {"sizes": (2, 1024, 1024)},
-    "long": {},
-    "long and wide": {"head_dim": 128, "value_dim": 128},
+    "long": {"head_dim": 128, "value_dim": 128},
+    "long, narrow and grouped": {},
     "one query of few rows": ONE,
     "one query": {**ONE, "sizes": (32, 1, 4096), "key_mask": "left"},
     "one query, lengths": {**ONE, "key_lengths": True, "sizes": (16, 1, 4096)},
@@ -40,6 +40,7 @@ def test_every_kind_has_its_line():
     for name, changes in KINDS.items():
         assert kind(PREFILL._replace(**changes)) == name
     assert kind(PREFILL._replace(sizes=(2, 1024, 1024), gradients=("query",))) == "training"
+    assert kind(PREFILL._replace(key_heads=32)) == "long"
     assert kind(PREFILL._replace(window=(True, False), gradients=("query",))) == "window"
 
 

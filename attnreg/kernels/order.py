@@ -22,8 +22,8 @@ ORDER = {
     "one query, softcap": "flash3 flash2 flash4 flex",
     "few queries": "flash3 flash2 sdpa flash4 xformers cudnn varlen flex",
     "short": "cudnn flash4 flash3 flash2 sdpa xformers varlen flex",
-    "long": "flash4 flash3 cudnn flash2 sdpa xformers varlen flex",
-    "long and wide": "flash3 flash4 cudnn flash2 sdpa xformers varlen flex",
+    "long": "flash3 flash4 cudnn flash2 sdpa xformers varlen flex",
+    "long, narrow and grouped": "flash4 flash3 cudnn flash2 sdpa xformers varlen flex",
     "training": "flash3 flash4 cudnn flash2 sdpa xformers varlen flex",
     "training, odd": "flash3 cudnn flash4 flash2 sdpa xformers varlen flex",
     "unequal": "flash3 flash4 flash2 sdpa xformers varlen cudnn flex",
@@ -41,7 +41,7 @@ SHORT = 1024
 FEW = 64
 """Queries up to which flash-attn 3's and 2's split keys fill the card better than flash-attn 4's tiles."""
 WIDE = 128
-"""The head dim from which flash-attn 3's forward beats flash-attn 4's; narrower ones with as many key heads as query heads do too, by 4 %."""
+"""Head dims below it are where flash-attn 4's forward beats flash-attn 3's, if key heads are fewer than query heads."""
 ODD = 32
 """Head dims that are no multiples of it flash-attn 4 pads where gradients are asked for, in copies: cuDNN's training is faster then."""
 ROWS = 128
@@ -76,7 +76,9 @@ def kind(spec: AttentionSpec) -> str:
         return "few queries" if queries <= FEW else "unequal"
     if spec.gradients:
         return "training, odd" if spec.head_dim % ODD else "training"
-    return "short" if keys <= SHORT else "long and wide" if spec.head_dim >= WIDE else "long"
+    if keys <= SHORT:
+        return "short"
+    return "long, narrow and grouped" if spec.head_dim < WIDE and spec.key_heads < spec.query_heads else "long"
 
 
 def _rank(name: str, spec: AttentionSpec) -> int:
