@@ -82,6 +82,12 @@ def grid() -> list[dict]:
     add("softcap", 2, 2048, 2048, gqa, 256, causal=True, softcap=50.0)
     add("softcap training", 2, 2048, 2048, gqa, 128, backward=True, causal=True, softcap=50.0)
     add("softcap decode", 16, 1, 4096, gqa, 256, grows=True, causal=True, softcap=50.0)
+    groups = (64, 8)
+    for window in (None, (127, None)):
+        add("sinks" if window is None else "sinks, window", 2, 4096, 4096, groups, 64, causal=True, window=window, sinks=True)
+    add("sinks, window, training", 2, 4096, 4096, groups, 64, backward=True, causal=True, window=(127, None), sinks=True)
+    add("sinks decode", 8, 1, 4096, groups, 64, grows=True, causal=True, sinks=True)
+    add("sinks decode, lengths", 8, 1, 4096, groups, 64, lengths=True, causal=True, sinks=True)
     return calls
 
 
@@ -104,6 +110,9 @@ def prepared(entry: dict):
         # Evenly between 0.3 and 1; a lone row's in the middle, 0.65, not at an end.
         used = (torch.arange(batch) + 0.5) / batch * 0.7 + 0.3
         options |= {"key_lengths": used.mul(keys).int().cuda(), "finite_padding": True}
+
+    if options.pop("sinks", False):
+        options["sinks"] = torch.linspace(-1.0, 1.0, entry["heads"], device="cuda", dtype=dtype)
 
     def make(length, heads):
         tensor = torch.randn(batch, length, heads, dim, device="cuda", dtype=dtype, generator=generator)

@@ -47,6 +47,8 @@ class Kernels(NamedTuple):
     """With gradients, head dims are made multiples of this; else of 8."""
     reads_whole_tiles: bool = False
     """Values past the end of a row's keys are loaded and multiplied by 0, so that they must be finite."""
+    takes_sinks: Callable[[AttentionSpec], bool] = lambda spec: False
+    """The functions take the call's sinks, which are in the lse then; else the result is scaled by its lse and the sink."""
 
 
 def way_for(spec: AttentionSpec, kernels: Kernels) -> str:
@@ -77,10 +79,12 @@ def run_flash(call: AttentionCall, kernels: Kernels) -> Output:
     """Runs a call in the layout (B, S, H, D) and gives it the contract's meaning."""
     spec = call.spec
     way = way_for(spec, kernels)
+    scaled = call.sinks is not None and not kernels.takes_sinks(spec)
+    needs_lse = call.return_lse or scaled
     if way in ("segments", "runs", "gathered"):
         rows = runs_of(call) if way == "runs" else rows_of(call)
         if rows.empty:
-            return _finished(call, *_pair(rows.nothing(call)), way)
+            return _finished(call, *_pair(rows.nothing(call)), way, scaled=call.sinks is not None)
         # For one query a segment the kernels lay the heads of a group side by side, and count on every segment having that query.
         longest_query, longest_key = rows.longest
         if longest_query == 1 and not rows.every_segment_asks:
@@ -94,8 +98,8 @@ def run_flash(call: AttentionCall, kernels: Kernels) -> Output:
         tensors = _apart(call, *tensors, rows.cu_query, rows.cu_key)
         output, lse = kernels.segments(call, *tensors, longest_query, longest_key)
         output = rows.restored(output[..., : call.value_dim])
-        lse = rows.restored_lse(_normal(lse)) if call.return_lse or call.sinks is not None else None
-        return _finished(call, output, lse, way)
+        lse = rows.restored_lse(_normal(lse)) if needs_lse else None
+        return _finished(call, output, lse, way, scaled)
     if way == "cached":
         keys, values, table = call.key, call.value, None
         if call.pages is not None:
@@ -111,8 +115,8 @@ def run_flash(call: AttentionCall, kernels: Kernels) -> Output:
             # A NaN in a padded query would reach the gradients of the keys, as 0 * NaN.
             query = query.masked_fill(~call.query_mask[:, :, None, None], 0.0)
         output, lse = kernels.dense(call, *_apart(call, *fitted(call, kernels, query, call.key, call.value)))
-    lse = _normal(lse) if call.return_lse or call.sinks is not None else None
-    return _finished(call, output[..., : call.value_dim], lse, way)
+    lse = _normal(lse) if needs_lse else None
+    return _finished(call, output[..., : call.value_dim], lse, way, scaled)
 
 
 def fitted(call: AttentionCall, kernels: Kernels, query, key, value) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -168,9 +172,9 @@ def _pair(result: Output) -> Result:
     return result if isinstance(result, tuple) else (result, None)
 
 
-def _finished(call: AttentionCall, output: torch.Tensor, lse: torch.Tensor | None, way: str) -> Output:
-    """The sink, and zeros at padded queries."""
-    if call.sinks is not None:
+def _finished(call: AttentionCall, output: torch.Tensor, lse: torch.Tensor | None, way: str, scaled: bool) -> Output:
+    """The sink, if the result is to be scaled for it, and zeros at padded queries."""
+    if scaled:
         # out * exp(lse) / (exp(lse) + exp(sink)): the sink only enlarges the denominator.
         sinks = call.sinks.float()[None, :, None]
         if lse is None:  # nothing at all was computed
@@ -219,10 +223,13 @@ def padding_needs_the_host(kernels: Callable[[], Kernels]) -> Callable[[Attentio
     return rule
 
 
-def no_sink_gradients(spec: AttentionSpec) -> Reason | None:
-    if spec.sinks and spec.gradients:
-        return Reason(Feature.SINKS.value, "with gradients", "forward only: the sink is put in after the kernel, from its lse")
-    return None
+def sinks_learn_in_the_kernel(kernels: Callable[[], Kernels]) -> Callable[[AttentionSpec], Reason | None]:
+    def rule(spec: AttentionSpec) -> Reason | None:
+        if spec.sinks and spec.gradients and not kernels().takes_sinks(spec):
+            return Reason(Feature.SINKS.value, "with gradients", "forward only: the sink is put in after the kernel, from its lse")
+        return None
+
+    return rule
 
 
 def notes_for(spec: AttentionSpec, kernels: Kernels) -> Sequence[str]:

@@ -21,11 +21,11 @@ from .flash import (
     Kernels,
     Result,
     dropped_padding_must_fit,
-    no_sink_gradients,
     notes_for,
     padding_needs_the_host,
     pages_rule,
     run_flash,
+    sinks_learn_in_the_kernel,
 )  # fmt: skip
 from .installed import Library, find, whole
 from .order import FEW, rank_of
@@ -236,7 +236,7 @@ def claims(version: str) -> Capabilities:
         value_dim=Dims(largest=256),
         smallest_capability=(8, 0),
         rules=(
-            rows_fit, softcap, _lse_with_dropout, dropped_padding_must_fit(here), padding_needs_the_host(here), pages_rule(256), no_sink_gradients, no_early_window,
+            rows_fit, softcap, _lse_with_dropout, dropped_padding_must_fit(here), padding_needs_the_host(here), pages_rule(256), sinks_learn_in_the_kernel(here), no_early_window,
             _backward_memory,
         ),
     )  # fmt: skip

@@ -22,11 +22,11 @@ from .flash import (
     Kernels,
     Result,
     dropped_padding_must_fit,
-    no_sink_gradients,
     notes_for,
     padding_needs_the_host,
     pages_rule,
     run_flash,
+    sinks_learn_in_the_kernel,
 )  # fmt: skip
 from .installed import Library, find, whole
 from .order import FEW, rank_of
@@ -245,7 +245,7 @@ def claims(flags: Mapping[str, bool] | None, asks_lse: bool = True) -> Capabilit
         smallest_capability=(9, 0),
         largest_capability=(9, 0),
         rules=(
-            rows_fit, dropped_padding_must_fit(here), padding_needs_the_host(here), pages_rule(1), no_sink_gradients,
+            rows_fit, dropped_padding_must_fit(here), padding_needs_the_host(here), pages_rule(1), sinks_learn_in_the_kernel(here),
             functools.partial(_deterministic, flags), functools.partial(_dims, flags), functools.partial(_lse_with_gradients, asks_lse),
         ),
     )  # fmt: skip

@@ -6,10 +6,12 @@ signature is looked at. Unlimited window sides are None, never -1; every call re
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Sequence
 
 import torch
+from packaging.version import Version
 
 from ..backend import Backend, Output
 from ..call import AttentionCall
@@ -19,11 +21,11 @@ from .flash import (
     Kernels,
     Result,
     dropped_padding_must_fit,
-    no_sink_gradients,
     notes_for,
     padding_needs_the_host,
     pages_rule,
     run_flash,
+    sinks_learn_in_the_kernel,
 )  # fmt: skip
 from .installed import Library, find, without_parent
 from .order import rank_of
@@ -31,10 +33,10 @@ from .sdpa import rows_fit
 
 INSTALL = "pip install 'flash-attn-4[cu13]' (after flash-attn 2, whose files it shares)"
 NEEDED = {
-    "flash_attn_func": ("softmax_scale", "causal", "window_size", "softcap", "deterministic", "return_lse"),
+    "flash_attn_func": ("softmax_scale", "causal", "window_size", "learnable_sink", "softcap", "deterministic", "return_lse"),
     "flash_attn_varlen_func": (
         "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "seqused_k", "page_table", "softmax_scale", "causal", "window_size",
-        "softcap", "deterministic", "return_lse",
+        "learnable_sink", "softcap", "deterministic", "return_lse",
     ),
 }  # fmt: skip
 """The arguments that `run` uses: a release that lacks one is refused."""
@@ -94,7 +96,10 @@ def _options(call: AttentionCall) -> dict:
         options["softcap"] = call.softcap
     if call.deterministic and call.spec.gradients:
         options["deterministic"] = True
-    if call.return_lse or call.sinks is not None:
+    native = call.sinks is not None and kernels(_version()).takes_sinks(call.spec)
+    if native:
+        options["learnable_sink"] = call.sinks.float() if call.sinks.dtype == torch.float64 else call.sinks
+    if call.return_lse or (call.sinks is not None and not native):
         options["return_lse"] = True
     return options
 
@@ -104,24 +109,37 @@ def takes_dims(head_dim: int, value_dim: int, gradients: bool) -> bool:
     return head_dim == value_dim or (not gradients and (head_dim, value_dim) == (192, 128))
 
 
-# The backward's parts round head dims up to multiples of 16 and of 32, and beyond one tile of queries don't find each other's sums where
-# the two differ (4.0.0b36: `flash_bwd_sm90.py`, `flash_bwd_postprocess.py`).
-_KERNELS = Kernels(_dense, _segments, _cached, reads_starts=False, value_dim=takes_dims, gradient_dims=32, reads_whole_tiles=True)
+@functools.lru_cache(maxsize=64)
+def kernels(version: str) -> Kernels:
+    """What the functions of a version read. The backward's parts round head dims up to multiples of 16 and of 32, and beyond one tile of
+    queries don't find each other's sums where the two differ (4.0.0b36: `flash_bwd_sm90.py`, `flash_bwd_postprocess.py`)."""
+    sinks = functools.partial(takes_sinks, learns=Version(version) >= Version("4.0.0b26"))
+    return Kernels(
+        _dense, _segments, _cached, reads_starts=False, value_dim=takes_dims, gradient_dims=32, reads_whole_tiles=True, takes_sinks=sinks
+    )  # fmt: skip
+
+
+def takes_sinks(spec: AttentionSpec, learns: bool) -> bool:
+    """On Hopper and the first Blackwells, with gradients where the version has them. A lone query's are left to the lse, as in flash-attn 2
+    and 3, which may split its keys: a native sink would come before them."""
+    if spec.capability is not None and spec.capability[0] not in (9, 10, 11):
+        return False
+    if not spec.gradients:
+        return not spec.single_query
+    return learns and (spec.capability is None or spec.capability[0] == 9 or spec.head_dim <= 192)
 
 
 def run_flash4(call: AttentionCall) -> Output:
-    return run_flash(call, _KERNELS)
+    return run_flash(call, kernels(_version()))
 
 
 # ---------------------------------------------------------------------- the claims
 
 
-def _here() -> Kernels:
-    return _KERNELS
-
-
+@functools.lru_cache(maxsize=64)
 def claims(version: str) -> Capabilities:
     """What the library can do; the card decides more than the version does (`_by_card`)."""
+    here = functools.partial(kernels, version)
     features = {
         Feature.CAUSAL: NATIVE,
         Feature.UNEQUAL_LENGTHS: NATIVE,
@@ -134,7 +152,8 @@ def claims(version: str) -> Capabilities:
         Feature.PACKED: NATIVE,
         Feature.PAGED: NATIVE,
         Feature.SOFTCAP: NATIVE,
-        Feature.SINKS: EMULATED("scales the result by its lse and the sink"),
+        Feature.SINKS: lambda spec: NATIVE if here().takes_sinks(spec) else EMULATED("scales the result by its lse and the sink"),
+        Feature.SINKS_GRADIENT: NATIVE,
         Feature.SCALE: NATIVE,
         Feature.LSE: NATIVE,
         Feature.GROUPED_HEADS: NATIVE,
@@ -153,11 +172,11 @@ def claims(version: str) -> Capabilities:
         largest_capability=(12, 1),
         rules=(
             rows_fit,
-            dropped_padding_must_fit(_here),
-            padding_needs_the_host(_here),
+            dropped_padding_must_fit(here),
+            padding_needs_the_host(here),
             pages_rule(1),
             _paged_dims,
-            no_sink_gradients,
+            sinks_learn_in_the_kernel(here),
             _by_card,
             _dims_by_card,
         ),
@@ -205,19 +224,20 @@ def _missing() -> Reason | None:
     return found if isinstance(found, Reason) else None
 
 
-def _claims_here() -> Capabilities:
+def _version() -> str:
+    """The installed version; the newest known where there is none, so that explanations name what it could do."""
     found = library()
-    return claims(found.version if isinstance(found, Library) else "4.0.0b36")
+    return found.version if isinstance(found, Library) else "4.0.0b36"
 
 
 def _notes(spec: AttentionSpec) -> Sequence[str]:
-    return [*notes_for(spec, _KERNELS), "compiles a kernel at the first call of its kind (seconds)"]
+    return [*notes_for(spec, kernels(_version())), "compiles a kernel at the first call of its kind (seconds)"]
 
 
 flash4 = Backend(
     name="flash4",
     run=run_flash4,
-    capabilities=_claims_here,
+    capabilities=lambda: claims(_version()),
     priority=rank_of("flash4"),
     missing=_missing,
     family="flash",

@@ -53,7 +53,7 @@ MANY = 1 << 20
 def kind(spec: AttentionSpec) -> str:
     """Which line of `ORDER` a spec falls under. Sizes are known in eager mode only."""
     batch, queries, keys = spec.sizes or (1, SHORT, SHORT)
-    if spec.mask is not None or spec.bias is not None or spec.alibi is not None or spec.sinks:
+    if spec.mask is not None or spec.bias is not None or spec.alibi is not None:
         return "masked"
     if spec.softcap:
         return "one query, softcap" if spec.single_query else "softcap"
