@@ -86,6 +86,8 @@ def attention(
     window: (left, right), j from p - left to p + right; None is unlimited; the query's own slot is not counted.
     query_mask: (B, Sq) bool or Padding, True = a real token; sets the outputs of padded rows to 0, changes no visibility.
     key_mask: (B, Sk) bool or Padding, True = a real token that may be seen.
+        What was found by looking at a padding mask is kept until torch counts a change in place; a change through NumPy, which shares
+        its memory, is not counted.
     mask: bool, True = may be seen; 4-D, each dimension that of (B, Hq, Sq, Sk) or 1.
     bias: floating, added to the scores; shape as `mask`; -inf means not seen.
     key_lengths, query_lengths, key_starts: (B,) integers; slots exist from start to length, rows up to length.
@@ -142,8 +144,8 @@ def attention(
     if cu_seqlens is None and (options is None or (cache is None and lengths is None)) and (cache is None or lengths is None):
         try:
             asked = (
-                causal, window, softcap, scale, dropout_p, finite_padding, layout, n_heads, n_kv_heads, return_lse, max_seqlens, backend,
-                lengths, layer, deterministic, _deterministic(), _grad_enabled(), scope, query.is_cuda and on_device(query, key, value),
+                causal, window, softcap, scale, dropout_p, finite_padding, layout, n_heads, n_kv_heads, return_lse, max_seqlens,
+                tuple(backend) if backend.__class__ is list else backend, lengths, layer, deterministic, _deterministic(), _grad_enabled(), scope, query.is_cuda and on_device(query, key, value),
                 query.is_nested or key.is_nested or value.is_nested,  # at which the guard of a plan would end the process
                 cache and type(cache), options and tuple(map(signature_of, options.values())), forward_ad._current_level,
             )  # fmt: skip

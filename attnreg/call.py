@@ -116,6 +116,8 @@ class AttentionCall:
             if not isinstance(flag, bool):
                 raise TypeError(f"{name}: True or False, got {flag!r}")
         self.layout, self.pages = layout, pages
+        if pages is not None and not (key is None and value is None):
+            raise ValueError("pages: in the place of key and value; give None for both")
         if cache is None:
             given = {"query": query} if pages is not None else {"query": query, "key": key, "value": value}
             take_tensors(self, given, n_heads, n_kv_heads, packed=cu_seqlens is not None)

@@ -19,7 +19,8 @@ class Reason(NamedTuple):
     """Why a backend can't take a call: what was asked, what it could do, and what would help."""
 
     what: str
-    """A `Feature`'s word ("window"), or one of: missing, device, capability, dtype, head_dim, value_dim, approximate, policy."""
+    """A `Feature`'s word ("window"), or one of: missing, broken, device, capability, dtype, head_dim,
+    value_dim, batch, approximate, policy."""
     asked: str
     supported: str
     remedy: str = ""

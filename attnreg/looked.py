@@ -32,7 +32,7 @@ def transforming() -> bool:
 
 class Looked(Generic[Answer]):
     """Answers by tensor. A reference tells a tensor from a later one of the same id; torch's own dictionary with weak keys takes five times
-    as long, once a layer. An answer must not keep its tensor alive."""
+    as long, once a layer. An answer must not keep its tensor alive. What NumPy writes into a tensor's memory changes no version."""
 
     def __init__(self) -> None:
         self._found: dict[int, tuple[weakref.ref[torch.Tensor], int, Answer]] = {}

@@ -98,7 +98,8 @@ class Attention(nn.Module):
         return new.train(module.training)
 
     def reset_parameters(self) -> None:
-        """Xavier-uniform weights and zero biases, as `nn.MultiheadAttention` starts."""
+        """Xavier-uniform weights of query, key and value, each projection by its own width; torch's usual ones of the output; zero biases."""
+        self.out_proj.reset_parameters()
         for projection in (self.query_proj, self.key_proj, self.value_proj):
             nn.init.xavier_uniform_(projection.weight)
         for projection in (self.query_proj, self.key_proj, self.value_proj, self.out_proj):
@@ -145,7 +146,7 @@ class Attention(nn.Module):
         if self.positions == "rotary":
             if position_ids is None:
                 position_ids = _positions(query, key_mask, cache, options.get("cu_seqlens"))
-            turn = rotation(position_ids, self.head_dim, self.rotary_base)
+            turn = rotation(position_ids, self.head_dim, self.rotary_base, torch.promote_types(queries.dtype, torch.float32))
             queries, keys = rotated(queries, turn), rotated(keys, turn)
         elif self.positions == "alibi":
             options["alibi_slopes"] = self.slopes
@@ -172,17 +173,19 @@ def alibi_slopes(heads: int, device: torch.device | str | None = None) -> torch.
     return torch.tensor(slopes, dtype=torch.float32, device=device)
 
 
-def rotation(position_ids: torch.Tensor, head_dim: int, base: float = 10000.0) -> tuple[torch.Tensor, torch.Tensor]:
+def rotation(
+    position_ids: torch.Tensor, head_dim: int, base: float = 10000.0, dtype: torch.dtype = torch.float32
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Cosines and sines (B, S, 1, head_dim / 2) of position * base^(-2k / head_dim): Su et al. 2021 (arXiv:2104.09864), eq. 15."""
-    steps = torch.arange(0, head_dim, 2, device=position_ids.device, dtype=torch.float32)
-    angles = position_ids[..., None, None].float() * base ** (-steps / head_dim)
+    steps = torch.arange(0, head_dim, 2, device=position_ids.device, dtype=dtype)
+    angles = position_ids[..., None, None].to(dtype) * base ** (-steps / head_dim)
     return angles.cos(), angles.sin()
 
 
 def rotated(tensor: torch.Tensor, turn: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """(B, S, H, D) with element k rotated against element k + D/2, computed in float32."""
+    """(B, S, H, D) with element k rotated against element k + D/2, computed in the turn's dtype."""
     cosine, sine = turn
-    first, second = tensor.float().chunk(2, -1)
+    first, second = tensor.to(cosine.dtype).chunk(2, -1)
     return torch.cat([first * cosine - second * sine, second * cosine + first * sine], -1).to(tensor.dtype)
 
 

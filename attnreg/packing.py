@@ -82,7 +82,7 @@ class Padding:
             host = tuple(whole_numbers("lengths", lengths))
             if any(not 0 <= n <= size for n in host):
                 raise ValueError(f"lengths: each between 0 and size={size}, got {list(host)}")
-            count = torch.tensor(host, dtype=torch.int32).to(device or "cpu", non_blocking=True)
+            count = torch.tensor(host, dtype=torch.int32, device="cpu").to(device or "cpu", non_blocking=True)
         else:
             count = whole_tensor("lengths", lengths).to(device or lengths.device, torch.int32).clamp(0, size)
         slot = torch.arange(size, device=count.device)[None]
@@ -261,9 +261,10 @@ def fits_packing(real_queries: torch.Tensor, real_keys: torch.Tensor, slots: tor
 
 def cu_seqlens_from_lengths(lengths: Sequence[int] | torch.Tensor, device: torch.device | str | None = None) -> torch.Tensor:
     """Cumulative starts of consecutive segments: [3, 1, 2] -> [0, 3, 4, 6], int32."""
-    lengths = torch.as_tensor(lengths, dtype=torch.int32)
-    if lengths.dim() != 1:
-        raise ValueError(f"lengths: one number a segment, got shape {tuple(lengths.shape)}")
+    if isinstance(lengths, torch.Tensor):
+        lengths = whole_tensor("lengths", lengths).to(torch.int32)
+    else:
+        lengths = torch.tensor(whole_numbers("lengths", lengths), dtype=torch.int32, device="cpu")
     if lengths.device.type == "cpu" and bool((lengths < 0).any()):
         raise ValueError(f"lengths: none below 0, got {lengths.tolist()}")
     return torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0)).to(device or lengths.device)
@@ -275,8 +276,7 @@ def cu_seqlens_from_documents(document_ids: torch.Tensor) -> torch.Tensor:
     Rows are laid one behind the other, so equal ids at the end of one row and the start of the next are not merged. A negative id is
     padding; it may stand only at the end of the last row, since packed rows have no gaps. Reads the ids on the host.
     """
-    ids = document_ids.tolist()
-    rows = ids if document_ids.dim() == 2 else [ids]
+    rows = _rows_of_numbers("document_ids", document_ids)
     starts, total = [], 0
     flat = [n for row in rows for n in row]
     real = len(flat)
@@ -305,7 +305,7 @@ def cu_seqlens_from_positions(position_ids: torch.Tensor, lengths: Sequence[int]
         if int(cu[-1]) > position_ids.numel():
             raise ValueError(f"lengths: sum to {int(cu[-1])}, but there are {position_ids.numel()} positions")
         return cu
-    rows = position_ids.tolist() if position_ids.dim() == 2 else [position_ids.tolist()]
+    rows = _rows_of_numbers("position_ids", position_ids)
     starts, total = [], 0
     for row in rows:
         tail = len(row)
@@ -316,6 +316,14 @@ def cu_seqlens_from_positions(position_ids: torch.Tensor, lengths: Sequence[int]
                 starts.append(total)
             total += 1
     return torch.tensor([*starts, total], dtype=torch.int32, device=position_ids.device)
+
+
+def _rows_of_numbers(name: str, ids: torch.Tensor) -> list[list[int]]:
+    """(S,) or (B, S) whole numbers, on the host."""
+    whole_tensor(name, ids.flatten())
+    if ids.dim() not in (1, 2):
+        raise ValueError(f"{name}: shape (S,) or (B, S), got {tuple(ids.shape)}")
+    return ids.tolist() if ids.dim() == 2 else [ids.tolist()]
 
 
 def known_to_fit(call: AttentionCall) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import fnmatch
+import functools
 import os
 import threading
 from collections.abc import Collection, Iterator, Sequence
@@ -66,6 +67,7 @@ _listeners: list = []
 def changed() -> None:
     """Makes every remembered choice be made anew."""
     process.epoch += 1
+    _environment.cache_clear()
     for forget in _listeners:
         forget()
 
@@ -165,6 +167,12 @@ def scope_of(number: int) -> Scope | None:
     return _scopes[number]
 
 
+@functools.lru_cache(maxsize=1)
+def _environment() -> str:
+    """Read once, and again after a change of the policy: choices are remembered, and one process must not have two answers."""
+    return os.environ.get(ENVIRONMENT, "").strip()
+
+
 def in_force(backend: Names | None, layer: str | None, scope: Scope | None) -> Policy:
     """The policy for one call, and where it came from."""
     scope = scope or Scope()
@@ -182,8 +190,7 @@ def in_force(backend: Names | None, layer: str | None, scope: Scope | None) -> P
             return Policy(layers[best], f"use(..., layers={best!r})", **modes)
     if process.order is not None:
         return Policy(process.order, "use(...) for this process", **modes)
-    written = os.environ.get(ENVIRONMENT, "").strip()
-    if written:
+    if written := _environment():
         listed = tuple(name.strip() for name in written.split(",") if name.strip())
         return Policy(names(listed, ENVIRONMENT), f"environment {ENVIRONMENT}", **modes)
     return Policy(**modes)

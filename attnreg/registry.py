@@ -101,6 +101,7 @@ def unregister(name: str) -> None:
     load()
     check_name(name, "name", families=False)
     _registry.backends = {other: b for other, b in _registry.backends.items() if other != name}
+    _registry.origins.pop(name, None)
     policy.changed()
 
 
@@ -221,7 +222,7 @@ def _add(backend: Backend, source: str, *, override: bool = False) -> None:
             f"name {backend.name!r} of {source} is taken by {_registry.origins[backend.name]}; rename it, or register(backend, override=True)"
         )
     families = {b.family for b in _registry.backends.values() if b.family}
-    if backend.name in families or (backend.family and backend.family in _registry.backends):
+    if backend.name in families | {backend.family} or (backend.family and backend.family in _registry.backends):
         raise ValueError(f"name {backend.name!r} (family {backend.family!r}) of {source}: a name can't be a backend and a family at once")
     # A new dictionary, since another thread may be going through the old one.
     _registry.backends = {**_registry.backends, backend.name: backend}

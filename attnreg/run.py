@@ -55,6 +55,7 @@ def _promised(function: Callable[[AttentionCall], Output], call: AttentionCall, 
     """What a backend returns, if it is of the kind that every backend returns. Values are the conformance suite's matter."""
     # Asked before, since a backend may change its call.
     shape, dtype, return_lse, compiling = (*call.query.shape[:3], call.value_dim), call.query.dtype, call.return_lse, call.spec.compiling
+    lse_shape = (call.batch, call.query_heads, call.query_length)
     result = function(call)
     if return_lse and not (isinstance(result, tuple) and len(result) == 2):
         raise TypeError(f"backend {backend.name!r}: run returned a {type(result).__name__}, where call.return_lse asks for (output, lse)")
@@ -66,6 +67,9 @@ def _promised(function: Callable[[AttentionCall], Output], call: AttentionCall, 
             f"backend {backend.name!r}: run returned {tuple(output.shape)} of {output.dtype}, where the output is {shape} of {dtype}; "
             f"`attnreg check {backend.name}` tries what it claims"
         )
+    if return_lse and not compiling and not (isinstance(result[1], torch.Tensor) and result[1].shape == lse_shape):
+        given = tuple(result[1].shape) if isinstance(result[1], torch.Tensor) else f"a {type(result[1]).__name__}"
+        raise ValueError(f"backend {backend.name!r}: run returned {given} as the lse, which is {lse_shape}: batch, query heads, queries")
     return result
 
 

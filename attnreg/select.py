@@ -96,7 +96,7 @@ def select(spec: AttentionSpec, candidates: Iterable[Backend], policy: Policy, f
     """
     candidates = list(candidates)
     asked = {b.name: _asked(b, spec) for b in candidates}
-    reasons = {name: list(why) for name, (why, _, _) in asked.items()}
+    reasons = {name: list(why) for name, (why, *_) in asked.items()}
     for backend in candidates:
         for mode in sorted(policy.require):
             # A mode that the call itself asks for (deterministic=True) is among the spec's features, and reported there.
@@ -104,7 +104,7 @@ def select(spec: AttentionSpec, candidates: Iterable[Backend], policy: Policy, f
                 reasons[backend.name].append(Reason(mode.value, "required by using(...)", "not claimed"))
 
     def automatic(backend: Backend) -> tuple:
-        _, rank, emulations = asked[backend.name]
+        _, rank, emulations, _ = asked[backend.name]
         return (rank < 0, bool(emulations), -rank)
 
     ordered: list[Backend] = []
@@ -134,19 +134,32 @@ def select(spec: AttentionSpec, candidates: Iterable[Backend], policy: Policy, f
         source=policy.source,
         order=policy.order,
         emulations=asked[chosen.name][2] if chosen else (),
-        notes=tuple(chosen.notes(spec)) if chosen else (),
+        notes=_notes(chosen, spec) if chosen else (),
         failures=failures,
-        run=None if chosen is None else chosen.run_for(spec) if chosen.run_for else chosen.run,
+        run=asked[chosen.name][3] if chosen else None,
     )
 
 
-def _asked(backend: Backend, spec: AttentionSpec) -> tuple[tuple[Reason, ...], float, tuple[str, ...]]:
-    """What a backend says of a spec: reasons against it, its rank, what it emulates. One that can't say harms nobody but itself."""
+def _asked(backend: Backend, spec: AttentionSpec) -> tuple[tuple[Reason, ...], float, tuple[str, ...], Callable[..., Output] | None]:
+    """What a backend says of a spec: reasons against it, its rank, what it emulates, what would run. One that can't say harms nobody but
+    itself."""
     try:
         reasons = backend.reasons_against(spec)
-        return (reasons, -math.inf, ()) if reasons else ((), backend.rank(spec), backend.claims.emulations(spec))
+        if reasons:
+            return reasons, -math.inf, (), None
+        function = backend.run_for(spec) if backend.run_for else backend.run
+        return (), backend.rank(spec), backend.claims.emulations(spec), function
     except Exception as error:
         if os.environ.get(STRICT) == "1":
             raise
         raised = f"its claims raised {type(error).__name__}: {error}"
-        return (Reason("broken", "what it claims for this call", raised, "repair or uninstall it"),), -math.inf, ()
+        return (Reason("broken", "what it claims for this call", raised, "repair or uninstall it"),), -math.inf, (), None
+
+
+def _notes(backend: Backend, spec: AttentionSpec) -> tuple[str, ...]:
+    try:
+        return tuple(backend.notes(spec))
+    except Exception as error:
+        if os.environ.get(STRICT) == "1":
+            raise
+        return (f"its notes raised {type(error).__name__}: {error}",)

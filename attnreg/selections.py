@@ -12,7 +12,7 @@ from .select import NoBackendError, Selection, select
 from .spec import Feature, spec_from
 
 LIMIT = 4096
-"""How many selections, or plans, are remembered before all are forgotten."""
+"""How many selections are remembered before all are forgotten."""
 _selections: dict[tuple, Selection] = {}
 
 

@@ -57,6 +57,8 @@ def test_pages_given_without_a_cache_are_of_the_querys_batch():
     pages = AttentionCall(t(2, 1, 4, 8), None, None, cache=filled("paged")[0][0]).pages
     with pytest.raises(ValueError, match=r"batch size 2.*got 40"):
         AttentionCall(t(40, 1, 4, 8), None, None, pages=pages)
+    with pytest.raises(ValueError, match="pages: in the place of key and value"):
+        AttentionCall(t(40, 1, 4, 8), t(5, 5, 5, 5), None, pages=pages)
 
 
 @ALL

@@ -307,7 +307,24 @@ def test_static_with_unseen_lengths_writes_nothing_past_its_capacity(lengths_uns
     assert bool(cache.overflowed) and cache.lengths.tolist() == [8, 8] and torch.equal(cache[0].key, key[:, held])
     cache.crop(5)
     assert bool(cache.overflowed) and not cache[0].key[:, 5:].any()
-    cache.reset()
+    cache.reset([0])
+    assert bool(cache.overflowed), "row 1 has lost tokens still"
+    cache.reset([1])
+    assert not bool(cache.overflowed)
+
+
+def test_a_row_takes_its_overflow_along(lengths_unseen):
+    """Of rows of 5 and 8 tokens, in room for 8, one more overflows the second alone."""
+    query, key, value = tensors(size=9)
+    cache = StaticCache(1, 2, 8, 2, 8)
+    attention(query[:, :8], key[:, :8], value[:, :8], cache=cache[0], causal=True)
+    cache.crop([5, 8])
+    attention(query[:, 8:], key[:, 8:], value[:, 8:], cache=cache[0], causal=True)
+    assert bool(cache.overflowed)
+    cache.reorder([1, 0])
+    cache.reset([1])
+    assert bool(cache.overflowed)
+    cache.reset([0])
     assert not bool(cache.overflowed)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +14,7 @@ from attnreg.call import AttentionCall
 from attnreg.conformance import Profile, run_checks
 from attnreg.kernels import flash4
 from attnreg.kernels.installed import Library
+from attnreg.kernels.lse import beside_sinks
 from attnreg.spec import Feature
 
 GIVEN: list[dict] = []
@@ -85,6 +87,15 @@ def test_sinks_go_to_the_kernel(queries, learned, native, sink_dtype, doubled):
         learning = [*tensors, sinks]
         found, right = (torch.autograd.grad(o, learning, torch.ones_like(o)) for o in (output, wanted))
         torch.testing.assert_close(found, right, atol=1e-4, rtol=1e-4)
+
+
+def test_an_empty_row_beside_a_sink_of_nothing():
+    """exp(-inf) of exp(-inf) + exp(-inf) is 0 here, as the reference has it, and not 0 / 0."""
+    lse = torch.tensor([[[-math.inf, 0.0]]], requires_grad=True)
+    sinks = torch.tensor([-math.inf], requires_grad=True)
+    share, after = beside_sinks(lse, sinks)
+    assert share.tolist() == [[[0.0, 1.0]]] and after.tolist() == [[[-math.inf, 0.0]]]
+    assert all(not g.isnan().any() for g in torch.autograd.grad(share.sum(), (lse, sinks)))
 
 
 def test_sinks_by_card_and_version():

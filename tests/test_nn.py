@@ -211,3 +211,19 @@ def test_options_that_the_layer_gives_itself_are_refused():
         layer(tokens, layout="bhsd")  # heads would be read as slots
     with pytest.raises(TypeError, match="alibi_slopes"):
         layer(tokens, alibi_slopes=torch.ones(4))
+
+
+def test_rotary_positions_are_as_exact_as_the_model():
+    torch.manual_seed(0)
+    layer = Attention(8, 1, positions="rotary", dtype=torch.float64, backend="reference")
+    torch.autograd.gradcheck(layer, torch.randn(1, 3, 8, dtype=torch.float64, requires_grad=True))
+
+
+def test_parameters_are_reset_all():
+    layer = Attention(8, 2)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.fill_(7.0)
+    layer.reset_parameters()
+    assert not any((parameter == 7.0).any() for parameter in layer.parameters())
+    assert not any(projection.bias.any() for projection in (layer.query_proj, layer.key_proj, layer.value_proj, layer.out_proj))

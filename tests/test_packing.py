@@ -207,3 +207,26 @@ def test_a_padding_is_made_and_used_inside_of_transforms():
     assert padding.bounds[1].tolist() == [2, 3] and padding.packed.cu_seqlens.tolist() == [0, 2, 5]
     with pytest.raises(TypeError, match="host_lengths: whole numbers"):
         packing.Padding(mask, "right", host_lengths=(2.0, 3.5))
+
+
+@pytest.mark.parametrize("given", [[1.9, 2.9], [True, False], torch.tensor([1.5]), torch.tensor([True])], ids=str)
+def test_lengths_of_segments_are_whole_numbers(given):
+    with pytest.raises(TypeError, match="lengths: whole numbers"):
+        packing.cu_seqlens_from_lengths(given)
+
+
+@pytest.mark.parametrize("function", [packing.cu_seqlens_from_documents, packing.cu_seqlens_from_positions])
+def test_ids_are_whole_numbers_in_one_or_two_dimensions(function):
+    with pytest.raises(TypeError, match="_ids: whole numbers"):
+        function(torch.tensor([0.0, 1.0]))
+    with pytest.raises(ValueError, match=r"_ids: shape \(S,\) or \(B, S\)"):
+        function(torch.zeros(1, 2, 3, dtype=torch.long))
+
+
+def test_lists_of_numbers_do_not_follow_torchs_default_device():
+    query = torch.randn(2, 3, 1, 8)
+    with torch.device("meta"):
+        output = attnreg.attention(query, query, query, key_lengths=[1, 2])
+        cu = packing.cu_seqlens_from_lengths([1, 2])
+        padding = packing.Padding.from_lengths([1, 2], 3, device="cpu")
+    assert output.device == cu.device == padding.mask.device == torch.device("cpu")

@@ -199,3 +199,24 @@ def test_required_determinism_is_a_mode_of_the_call():
         assert "sdpa" in attnreg.explain_spec(cuda).rejected
     attnreg.attention(x, x, x)
     assert not attnreg.last_selection().spec.deterministic
+
+
+def test_one_process_has_one_answer_of_the_environment(monkeypatch):
+    """Read with the first choice after a change of the policy, since choices are remembered."""
+    before = ran()
+    monkeypatch.setenv("ATTNREG_BACKEND", "reference")
+    assert ran() == ran(causal=True) == before
+    attnreg.use(None)
+    assert ran() == ran(causal=True) == "reference"
+    monkeypatch.delenv("ATTNREG_BACKEND")
+    assert ran() == ran(scale=0.3) == "reference"
+
+
+def test_a_list_of_names_is_remembered_as_one_name_is(monkeypatch):
+    assert ran(backend=["flash3", "sdpa"]) == "sdpa"
+
+    def checked(*arguments):
+        raise AssertionError("checked again")
+
+    monkeypatch.setattr(attnreg.attention.__globals__["_checked"].__globals__["AttentionCall"], "__init__", checked)
+    assert ran(backend=["flash3", "sdpa"]) == "sdpa"

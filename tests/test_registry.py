@@ -291,3 +291,20 @@ def test_a_load_that_failed_leaves_nothing_behind(install, monkeypatch):
     with pytest.raises(registry.PluginError):
         registry.load()
     assert {"sdpa", "reference"} <= set(attnreg.backends()) and not any("taken" in str(f) for f in registry.failures())
+
+
+def test_an_lse_of_another_shape_is_refused():
+    claims = Capabilities(features={Feature.LSE: NATIVE})
+    attnreg.register(Backend(name="wrong", run=lambda call: (call.query, torch.zeros(1)), capabilities=claims))
+    query = torch.zeros(1, 2, 3, 4)
+    try:
+        with pytest.raises(ValueError, match=r"backend 'wrong'.*\(1,\) as the lse, which is \(1, 3, 2\)"):
+            attnreg.attention(query, query, query, backend="wrong", return_lse=True)
+    finally:
+        attnreg.unregister("wrong")
+    assert registry.origin("wrong") == ""
+
+
+def test_a_backend_is_not_its_own_family():
+    with pytest.raises(ValueError, match="a backend and a family at once"):
+        attnreg.register(Backend(name="mine", run=lambda call: call.query, capabilities=Capabilities(features={}), family="mine"))

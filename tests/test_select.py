@@ -149,3 +149,13 @@ def test_every_feature_that_a_call_can_ask_for_is_refused_by_who_claims_nothing(
     assert feature in spec.features
     refused = {reason.what for reason in Capabilities(features={}).reasons_against(spec)}
     assert (feature.value in refused) == (feature is not Feature.PAGED)
+
+
+def test_a_backend_that_fails_to_say_what_it_will_do_harms_nobody_else():
+    def raises(spec):
+        raise RuntimeError("boom")
+
+    notes = select(SPEC, [backend("noisy", priority=9, notes=raises), backend("plain")], Policy())
+    assert notes.chosen.name == "noisy" and notes.notes == ("its notes raised RuntimeError: boom",)
+    runs = select(SPEC, [backend("broken", priority=9, run_for=raises), backend("plain")], Policy())
+    assert runs.chosen.name == "plain" and "boom" in str(runs.rejected["broken"][0])

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.func import grad, jvp, vjp, vmap
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import attnreg
+from attnreg.kernels import block_masks
 
 BACKENDS = pytest.mark.parametrize("backend", ["reference", "sdpa"])
 
@@ -90,3 +93,47 @@ def test_second_derivatives_are_the_references_alone():
     (first,) = torch.autograd.grad(output.pow(2).sum(), query, create_graph=True)
     with pytest.raises(RuntimeError, match=r"derivative for .* is not implemented"):
         (output.sum() + first.pow(2).sum()).backward()
+
+
+@pytest.mark.parametrize("how", ["fake", "grad", "make_fx"])
+def test_flex_leaves_nothing_of_a_traced_call_behind(how):
+    """No fake tensor goes into a compiled kernel, and no fake or wrapped block mask into the next call."""
+    pytest.importorskip("torch.nn.attention.flex_attention")
+    query = torch.randn(1, 130, 2, 16)
+
+    def attend(query):
+        with torch.no_grad():
+            return attnreg.attention(query, query, query, causal=True, window=(40, None), backend="flex")
+
+    block_masks._plain.clear()
+    if how == "fake":
+        with FakeTensorMode():
+            assert attend(torch.randn(1, 130, 2, 16)).shape == query.shape
+    elif how == "grad":
+        with pytest.raises(Exception):  # noqa: B017 - a transform of flex's own is torch's matter
+            grad(lambda q: attend(q).sum())(query)
+    else:
+        make_fx(attend, tracing_mode="fake")(query)
+    assert not block_masks._plain
+    wanted = attnreg.attention(query, query, query, causal=True, window=(40, None), backend="reference")
+    torch.testing.assert_close(attend(query), wanted, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"key_lengths": torch.tensor([2, 5])},
+        {"cu_seqlens": (torch.tensor([0, 2, 5]),) * 2},
+        {"cu_seqlens": (torch.tensor([0, 2, 5]),) * 2, "max_seqlens": (3, 3)},
+    ],
+    ids=["lengths", "packed", "packed, longest known"],
+)  # fmt: skip
+def test_no_fake_number_is_read(options):
+    batch = 1 if "cu_seqlens" in options else 2
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        query = torch.randn(batch, 5, 2, 16)
+        options = {
+            n: tuple(map(mode.from_tensor, t)) if n == "cu_seqlens" else t if n == "max_seqlens" else mode.from_tensor(t)
+            for n, t in options.items()
+        }
+        assert attnreg.attention(query, query, query, causal=True, backend="reference", **options).shape == query.shape

@@ -190,7 +190,7 @@ def storage_of(
 
 
 def on_device(numbers: Sequence[int], device: torch.device) -> torch.Tensor:
-    return torch.tensor(numbers, dtype=torch.int32).to(device, non_blocking=True)
+    return torch.tensor(numbers, dtype=torch.int32, device="cpu").to(device, non_blocking=True)
 
 
 def zeros(shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
@@ -214,7 +214,7 @@ def places(starts: Sequence[int], counts: Sequence[int], device: torch.device) -
     rows = [b for b, c in enumerate(counts) for _ in range(c)]
     number = [i for c in counts for i in range(c)]
     slot = [starts[b] + i for b, i in zip(rows, number)]
-    table = torch.tensor([rows, slot, number], dtype=torch.long).to(device, non_blocking=True)
+    table = torch.tensor([rows, slot, number], dtype=torch.long, device="cpu").to(device, non_blocking=True)
     return table[0], table[1], table[2]
 
 

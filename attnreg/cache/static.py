@@ -58,7 +58,8 @@ class StaticLayer:
             """Lengths as they would be without a capacity: what is past it has overflowed."""
             self._first = torch.arange(rows, device=like.device) * (capacity + 1)
             """Where each row begins in `_flat`."""
-            self._overflowed = torch.zeros((), dtype=torch.bool, device=like.device)
+            self._overflowed = torch.zeros(rows, dtype=torch.bool, device=like.device)
+            """Rows that have lost a token since they were last empty."""
 
     def _set_rooms(self, rooms: tuple[torch.Tensor, torch.Tensor]) -> None:
         self._rooms, self._flat = rooms, tuple(room.flatten(0, 1) for room in rooms)
@@ -70,7 +71,7 @@ class StaticLayer:
 
     @property
     def overflowed(self) -> torch.Tensor:
-        return self._overflowed | (self._asked > self.capacity).any()
+        return (self._overflowed | (self._asked > self.capacity)).any()
 
     def slots(self, n_new: int) -> int:
         return self.capacity
@@ -113,7 +114,7 @@ class StaticLayer:
                 )
             new = (key, value, after, starts, counts)
         longest = max(after, default=0)
-        ragged = None if not after or uniform(after) else torch.tensor(after, dtype=torch.int32)
+        ragged = None if not after or uniform(after) else torch.tensor(after, dtype=torch.int32, device="cpu")
         return Step(self.key[:, :longest], self.value[:, :longest], self.capacity, ragged, new=new)
 
     def write(self, step: Step) -> None:
@@ -153,7 +154,7 @@ class StaticLayer:
 
     def _hold(self, lengths: torch.Tensor) -> None:
         """Sets the lengths, with what follows from them."""
-        self._overflowed.logical_or_((self._asked > self.capacity).any())
+        self._overflowed.logical_or_(self._asked > self.capacity)
         self.lengths.copy_(lengths)
         self._asked.copy_(lengths)
 
@@ -163,10 +164,10 @@ class StaticLayer:
             self.lengths.add_(rest[2][0])
             self._asked.add_(rest[2][0])
         elif len(rest) == 3:
-            self._hold(torch.tensor(rest[0], dtype=torch.int32))
+            self._hold(torch.tensor(rest[0], dtype=torch.int32, device="cpu"))
         elif len(rest) == 2:
             self._hold(rest[0])
-            self._overflowed.logical_or_(~rest[1].all())
+            self._overflowed.logical_or_(~rest[1])
         elif step.new[0].shape[1] > 1:
             # After one token, lengths are what was asked for, up to the capacity. A row that had no room for several has kept its own.
             self._hold(self.lengths)
@@ -206,6 +207,7 @@ class StaticLayer:
         for buffer in (self.key, self.value):
             buffer.copy_(buffer.index_select(0, index))
         self._hold(self.lengths.index_select(0, index))
+        self._overflowed.copy_(self._overflowed.index_select(0, index))
 
     def reset(self, rows: Sequence[int] | torch.Tensor | None = None) -> None:
         if rows is None:
@@ -218,6 +220,7 @@ class StaticLayer:
         for room in self._rooms:
             room.index_fill_(0, index, 0)
         self._hold(self.lengths.index_fill(0, index, 0))
+        self._overflowed.index_fill_(0, index, False)
 
     def fork(self) -> StaticLayer:
         with torch.inference_mode(False):

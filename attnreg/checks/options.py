@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .. import packing
+from ..looked import traced
 from .numbers import whole_numbers
 from .tensors import autocast, check_device, check_tensor
 
@@ -102,7 +103,7 @@ def take_lengths(call: AttentionCall, key_lengths: Any, query_lengths: Any, key_
             numbers = whole_numbers(name, given)
             if any(not 0 <= n <= size for n in numbers):
                 raise ValueError(f"{name}: each between 0 and {size}, got {numbers}")
-            given = torch.tensor(numbers, dtype=torch.int32 if size < 2**31 else torch.int64)
+            given = torch.tensor(numbers, dtype=torch.int32 if size < 2**31 else torch.int64, device="cpu")
         elif not isinstance(given, torch.Tensor):
             raise TypeError(f"{name}: whole numbers, one a row, as a list or a tensor, got {given!r}")
         check_tensor(name, given)
@@ -111,7 +112,7 @@ def take_lengths(call: AttentionCall, key_lengths: Any, query_lengths: Any, key_
             raise TypeError(f"{name}: an int32 or int64 tensor or a list of numbers, got {given.dtype}")
         if tuple(given.shape) != (call.batch,):
             raise ValueError(f"{name}: one number a row, shape (B,) = {(call.batch,)}, got {tuple(given.shape)}")
-        if given.device.type == "cpu" and not torch.compiler.is_compiling():
+        if given.device.type == "cpu" and not traced(given):
             values = given.tolist()
             if any(not 0 <= n <= size for n in values):
                 raise ValueError(f"{name}: each between 0 and {size}, got {values}")

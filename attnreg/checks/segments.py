@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..looked import traced
 from .options import CHECK_DEVICE
 from .tensors import check_device, check_tensor
 
@@ -34,7 +35,7 @@ def take_segments(call: AttentionCall, cu_seqlens: Any, max_seqlens: Any) -> Non
         if cu.dim() != 1 or cu.shape[0] < 1:
             raise ValueError(f"{name}: one dimension, (segments + 1,), got shape {tuple(cu.shape)}")
         check_device(call, name, cu)
-        if torch.compiler.is_compiling() or cu.device.type != "cpu":
+        if cu.device.type != "cpu" or traced(cu):
             if CHECK_DEVICE or cu.device.type == "cpu":
                 right = (cu[0] == 0) & (cu[1:] >= cu[:-1]).all() & (cu[-1] <= size)
                 torch._assert_async(right, f"{name}: starts at 0, never decreases, ends at or before {size}")
@@ -71,7 +72,7 @@ def _check_longest(call: AttentionCall, cu_seqlens: tuple[torch.Tensor, torch.Te
     for side, cu, longest in (("query", cu_seqlens[0], max_seqlens[0]), ("key", cu_seqlens[1], max_seqlens[1])):
         if cu.shape[0] < 2:
             continue
-        if cu.device.type == "cpu" and not torch.compiler.is_compiling():
+        if cu.device.type == "cpu" and not traced(cu):
             if int(cu.diff().max()) > longest:
                 raise ValueError(f"max_seqlens: the longest {side} segment has {int(cu.diff().max())} rows, got {longest}")
         elif CHECK_DEVICE:

@@ -391,8 +391,9 @@ def _seed(check: Check, profile: Profile) -> int:
 
 
 def _check_asked(backend: Backend, device: str, dtypes: Sequence[torch.dtype] | None) -> None:
-    kind = device.partition(":")[0]
-    if kind not in backend.claims.devices:
+    if ":" in device:
+        raise ValueError(f"device: a kind, as in 'cuda', got {device!r}; which one it is say environment variables as CUDA_VISIBLE_DEVICES")
+    if device not in backend.claims.devices:
         raise ValueError(f"device: among those that {backend.name} claims, {', '.join(sorted(backend.claims.devices))}, got {device!r}")
     try:
         torch.empty(1, device=device)

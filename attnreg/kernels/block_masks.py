@@ -18,6 +18,7 @@ from torch.nn.functional import pad
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..call import AttentionCall
+from ..looked import traced, transforming
 from ..visibility import real_keys, real_queries, segments, slots
 
 SIZE = 128
@@ -255,9 +256,9 @@ def remembered_block_mask(call: AttentionCall) -> Any:
     """`block_mask`, made once for all layers that ask with the same sizes and the same, unchanged mask tensors.
 
     Masks of sizes alone are kept in a small table, least recently used out first. Those of tensors live as long as the first of them.
-    Under torch.compile and while a graph is captured nothing is remembered: a replay must look at its masks anew.
+    While a call is traced, transformed or captured nothing is remembered: a mask would be fake, wrapped, or the graph's own.
     """
-    if call.spec.compiling or call.spec.capturing:
+    if call.spec.compiling or call.spec.capturing or traced(call.query) or transforming():
         return block_mask(call)
     cuda = call.device.type == "cuda"
     question = (

@@ -18,10 +18,10 @@ from ..capabilities import Reason
 from ..packing import padding_must_fit
 from ..spec import AttentionSpec, Feature
 from ..visibility import real_queries
+from .lse import NEGATIVE_INFINITY, beside_sinks, with_empty_rows
 from .rows import lies_in_runs, notes_of_runs, rows_of, runs_of
 from .sdpa import widened
 
-NEGATIVE_INFINITY = float("-inf")
 Result = tuple[torch.Tensor, "torch.Tensor | None"]
 """Output (B, Sq, Hq, Dv) or (T, Hq, Dv), and the lse (B, Hq, Sq) or (Hq, T) as the kernel gives it, or None."""
 
@@ -98,7 +98,7 @@ def run_flash(call: AttentionCall, kernels: Kernels) -> Output:
         tensors = _apart(call, *tensors, rows.cu_query, rows.cu_key)
         output, lse = kernels.segments(call, *tensors, longest_query, longest_key)
         output = rows.restored(output[..., : call.value_dim])
-        lse = rows.restored_lse(_normal(lse)) if needs_lse else None
+        lse = rows.restored_lse(with_empty_rows(lse)) if needs_lse else None
         return _finished(call, output, lse, way, scaled)
     if way == "cached":
         keys, values, table = call.key, call.value, None
@@ -115,7 +115,7 @@ def run_flash(call: AttentionCall, kernels: Kernels) -> Output:
             # A NaN in a padded query would reach the gradients of the keys, as 0 * NaN.
             query = query.masked_fill(~call.query_mask[:, :, None, None], 0.0)
         output, lse = kernels.dense(call, *_apart(call, *fitted(call, kernels, query, call.key, call.value)))
-    lse = _normal(lse) if needs_lse else None
+    lse = with_empty_rows(lse) if needs_lse else None
     return _finished(call, output[..., : call.value_dim], lse, way, scaled)
 
 
@@ -163,11 +163,6 @@ def _zero_past(value: torch.Tensor, end: torch.Tensor, dim: int) -> torch.Tensor
     return value.masked_fill((slot >= end)[..., None, None], 0.0)
 
 
-def _normal(lse: torch.Tensor) -> torch.Tensor:
-    """flash-attn 2, and 3 without keys, write +inf for a row that sees nothing."""
-    return lse.masked_fill(lse == float("inf"), NEGATIVE_INFINITY)
-
-
 def _pair(result: Output) -> Result:
     return result if isinstance(result, tuple) else (result, None)
 
@@ -175,12 +170,10 @@ def _pair(result: Output) -> Result:
 def _finished(call: AttentionCall, output: torch.Tensor, lse: torch.Tensor | None, way: str, scaled: bool) -> Output:
     """The sink, if the result is to be scaled for it, and zeros at padded queries."""
     if scaled:
-        # out * exp(lse) / (exp(lse) + exp(sink)): the sink only enlarges the denominator.
-        sinks = call.sinks.float()[None, :, None]
         if lse is None:  # nothing at all was computed
             lse = torch.full((call.batch, call.query_heads, call.query_length), NEGATIVE_INFINITY, device=call.device)
-        output = (output * torch.sigmoid(lse - sinks).transpose(1, 2)[..., None]).to(call.query.dtype)
-        lse = torch.logaddexp(lse, sinks.expand_as(lse))
+        share, lse = beside_sinks(lse, call.sinks)
+        output = (output * share.transpose(1, 2)[..., None]).to(call.query.dtype)
     same = call.query_padding is not None and call.query_padding is call.key_padding and call.query_padding.form == "left"
     # Queries before the first key of a causal call see nothing: the kernel has written their zeros.
     zero_already = way in ("runs", "gathered") or (same and call.causal and call.spec.equal_lengths and way == "cached")

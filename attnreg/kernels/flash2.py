@@ -47,15 +47,19 @@ def library() -> Library | Reason:
         functions = ["flash_attn_func", "flash_attn_varlen_func"]
         if isinstance(found, Library) and kernels(found.version).reads_lengths:
             functions.append("flash_attn_with_kvcache")
-        _Found.where = whole(found, functions, INSTALL)
-        _Found.kernels = kernels(_version())
+        found = whole(found, functions, INSTALL)
+        _Found.kernels = kernels(_version_of(found))
+        _Found.where = found  # last, since another thread may ask meanwhile
     return _Found.where
 
 
-def _version() -> str:
+def _version_of(found: Library | Reason) -> str:
     """The installed version; the newest known where there is none, so that explanations name what it could do."""
-    found = library()
     return found.version if isinstance(found, Library) else "2.8.3"
+
+
+def _version() -> str:
+    return _version_of(library())
 
 
 # ---------------------------------------------------------------------- the three functions

@@ -50,12 +50,13 @@ class _Found:
 
 def library() -> Library | Reason:
     if _Found.where is None:
-        _Found.where = whole(find(["flash-attn-3", "flashattn-hopper", "fa3-fwd"], _INTERFACES, INSTALL), _FUNCTIONS, INSTALL)
-        if isinstance(_Found.where, Library):
-            interface = _Found.where.module.__name__
+        found = whole(find(["flash-attn-3", "flashattn-hopper", "fa3-fwd"], _INTERFACES, INSTALL), _FUNCTIONS, INSTALL)
+        if isinstance(found, Library):
+            interface = found.module.__name__
             _Found.flags, _Found.operator = _build_flags(interface), _operator(interface)
-            _Found.asks_lse = _asks_lse(_Found.where.module)
+            _Found.asks_lse = _asks_lse(found.module)
         _Found.kernels = kernels(tuple(sorted((_Found.flags or {}).items())))
+        _Found.where = found  # last, since another thread may ask meanwhile
     return _Found.where
 
 

@@ -18,13 +18,14 @@ import torch
 from ..backend import Backend, Output
 from ..call import AttentionCall
 from ..capabilities import EMULATED, NATIVE, Capabilities, Dims, Reason
+from ..looked import traced, transforming
 from ..spec import AttentionSpec, Feature
 from ..visibility import cleaned, real_keys, real_queries
 from .block_masks import SIZE, Pairs, element, number, placed, read_in_kernel, remembered_block_mask
+from .lse import NEGATIVE_INFINITY, beside_sinks
 from .order import rank_of
 from .sdpa import no_huge_bias, rows_fit, widened
 
-NEGATIVE_INFINITY = float("-inf")
 SMALLEST_ON_CUDA = 16
 """The smallest head dim of the CUDA kernel."""
 SCORES_WORTH_COMPILING = 2**24
@@ -62,10 +63,8 @@ def run_flex(call: AttentionCall, attend: Callable | None = None) -> Output:
     )  # fmt: skip
     output = output[..., : call.value_dim]
     if call.sinks is not None:
-        # exp(lse) / (exp(lse) + exp(sink)) of each weight is left.
-        sinks = call.sinks.to(lse.dtype)[None, :, None]
-        output = output * torch.sigmoid(lse - sinks)[..., None].to(output.dtype)
-        lse = torch.logaddexp(lse, sinks)
+        share, lse = beside_sinks(lse, call.sinks)
+        output = output * share[..., None].to(output.dtype)
     if queries is not None:
         output = output.masked_fill(~queries[:, None, :, None], 0.0)
         lse = lse.masked_fill(~queries[:, None, :], NEGATIVE_INFINITY) if call.return_lse else None
@@ -146,7 +145,7 @@ def _attend_for(call: AttentionCall) -> Callable:
     What it would compile anew for anyhow is part of the kind: sizes of 1, one block, whole blocks; and every size, if need be.
     """
     spec = call.spec
-    if spec.compiling:
+    if spec.compiling or traced(call.query) or transforming():
         return _attend
     lengths = (call.query_length, call.key_length)
     kind = (

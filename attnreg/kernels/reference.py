@@ -9,8 +9,7 @@ from ..call import AttentionCall
 from ..capabilities import NATIVE, Capabilities
 from ..spec import Feature
 from ..visibility import alibi_bias, cleaned, cleaned_bias, real_keys, real_queries, visible
-
-NEGATIVE_INFINITY = float("-inf")
+from .lse import NEGATIVE_INFINITY
 
 
 def run_reference(call: AttentionCall) -> Output:

@@ -13,11 +13,12 @@ import torch
 from torch.nn.functional import pad
 
 from ..call import AttentionCall
+from ..looked import traced, transforming
 from ..packing import Padding, keep, to_be_kept
 from ..spec import AttentionSpec
 from ..visibility import real_keys, real_queries
+from .lse import NEGATIVE_INFINITY
 
-NEGATIVE_INFINITY = float("-inf")
 FEW_REAL = 1 / 3
 """Real tokens, as a part of all, below which training gathers them: the backward's work on a padded token (dq in float32, twice; key and value
 gradients for each query head) is then more than gathering takes. Measured on an H200 (benchmarks/direct.py): with four query heads to a key head
@@ -152,9 +153,10 @@ def runs_of(call: AttentionCall) -> Rows:
     batch, sizes = call.batch, (call.query_length, call.key_length)
     paddings = [p for p in (call.key_padding, call.query_padding) if p is not None]
     query = call.query_padding
-    # Lengths and starts are another call's another time, a traced call leaves nothing behind, and what is made in a graph is of the graph.
+    # Lengths and starts are another call's another time, a traced or transformed call leaves nothing behind, and what is made in a graph
+    # is of the graph.
     kept = paddings and not (call.key_lengths is not None or call.key_starts is not None or call.query_lengths is not None)
-    kept = kept and not (call.spec.compiling or call.spec.capturing)
+    kept = kept and not (call.spec.compiling or call.spec.capturing or traced(call.query) or transforming())
     question = (None if query is None else id(query), *sizes)
     known = paddings[0].runs.get(question) if kept else None
     if known is not None:

@@ -17,9 +17,9 @@ from ..call import AttentionCall
 from ..capabilities import EMULATED, NATIVE, Capabilities, Reason, Support
 from ..spec import AttentionSpec, Feature
 from ..visibility import added, cleaned, real_keys, real_queries, structure
+from .lse import NEGATIVE_INFINITY, with_empty_rows
 from .order import rank_of
 
-NEGATIVE_INFINITY = float("-inf")
 _HALF = (torch.float16, torch.bfloat16)
 _MOST_ROWS = 65535
 """Rows of a batch in one launch: they are the second or third dimension of the CUDA kernels' grid."""
@@ -269,7 +269,7 @@ def _flash(call: AttentionCall, query, key, value, mask, causal) -> tuple[torch.
         query, key, value, None, None, query.shape[1], key.shape[1], call.dropout_p, call.causal, False,
         scale=call.scale, window_size_left=-1 if left is None else left, window_size_right=0 if call.causal else -1 if right is None else right,
     )  # fmt: skip
-    lse = lse.masked_fill(lse == float("inf"), NEGATIVE_INFINITY) if call.return_lse else lse
+    lse = with_empty_rows(lse) if call.return_lse else lse
     return output[..., : call.value_dim].transpose(1, 2), lse
 
 

@@ -20,11 +20,10 @@ from ..call import AttentionCall
 from ..capabilities import NATIVE, Capabilities, Dims, Reason
 from ..packing import padding_must_fit
 from ..spec import AttentionSpec, Feature
+from .lse import with_empty_rows
 from .order import rank_of
 from .rows import lies_in_runs, notes_of_runs, rows_of, runs_of
 from .sdpa import flash_lacks_memory, no_early_window, rows_fit
-
-NEGATIVE_INFINITY = float("-inf")
 
 
 class Kernel(NamedTuple):
@@ -84,7 +83,7 @@ def run_varlen(call: AttentionCall) -> Output:
     if lse is None:
         return output
     # (Hq, T), whatever the documentation says; +inf where nothing is seen.
-    return output, rows.restored_lse(lse.masked_fill(lse == float("inf"), NEGATIVE_INFINITY))
+    return output, rows.restored_lse(with_empty_rows(lse))
 
 
 def _options(call: AttentionCall, arguments: frozenset[str]) -> dict[str, Any]:

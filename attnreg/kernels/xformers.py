@@ -24,12 +24,12 @@ from ..capabilities import EMULATED, NATIVE, Capabilities, Reason, Support
 from ..packing import padding_must_fit
 from ..spec import AttentionSpec, Feature
 from .flash import refuse_second
+from .lse import with_empty_rows
 from .order import rank_of
 from .rows import Rows, rows_of
 from .sdpa import flash_lacks_memory, no_early_window, no_huge_bias, repeated_and_padded, roomy, rows_fit, run_around, widened
 from .varlen import padding_needs_the_host
 
-NEGATIVE_INFINITY = float("-inf")
 _HALF = (torch.float16, torch.bfloat16)
 
 
@@ -55,11 +55,11 @@ class _Found:
 def find() -> Reason | None:
     """Imports the library, once. Returns why it can't be used, or None."""
     if not _Found.asked:
-        _Found.asked = True
         if torch.version.cuda is None:
             _Found.reason = Reason("missing", "CUDA", f"torch {torch.__version__} without it", "install a torch build for CUDA")
         else:
             _Found.fmha, _Found.reason = _import()
+        _Found.asked = True  # last, since another thread may ask meanwhile
     return _Found.reason
 
 
@@ -250,7 +250,7 @@ def _run(call: AttentionCall, query, key, value, bias) -> Output:
     if lse is None:
         return output
     lse = lse.flatten(1, 2) if lse.dim() == 4 else lse
-    return output, lse.masked_fill(lse == float("inf"), NEGATIVE_INFINITY)
+    return output, with_empty_rows(lse)
 
 
 def _cutlass(call: AttentionCall, query, key, value, mask, causal) -> tuple[torch.Tensor, torch.Tensor | None]:
