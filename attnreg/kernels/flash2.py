@@ -28,8 +28,8 @@ from .flash import (
     sinks_learn_in_the_kernel,
 )  # fmt: skip
 from .installed import Library, find, whole
+from .limits import no_early_window, rows_fit
 from .order import FEW, rank_of
-from .sdpa import no_early_window, rows_fit
 
 INSTALL = "pip install flash-attn --no-build-isolation"
 

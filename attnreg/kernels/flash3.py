@@ -29,8 +29,8 @@ from .flash import (
     sinks_learn_in_the_kernel,
 )  # fmt: skip
 from .installed import Library, find, whole
+from .limits import rows_fit
 from .order import FEW, rank_of
-from .sdpa import rows_fit
 
 INSTALL = "build flash-attention/hopper (python setup.py install), or pip install fa3-fwd for bfloat16 without a backward pass"
 _SIZES = (64, 96, 128, 192, 256)

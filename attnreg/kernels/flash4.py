@@ -28,8 +28,8 @@ from .flash import (
     sinks_learn_in_the_kernel,
 )  # fmt: skip
 from .installed import Library, find, without_parent
+from .limits import rows_fit
 from .order import rank_of
-from .sdpa import rows_fit
 
 INSTALL = "pip install 'flash-attn-4[cu13]' (after flash-attn 2, whose files it shares)"
 NEEDED = {

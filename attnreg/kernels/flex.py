@@ -22,9 +22,10 @@ from ..looked import traced, transforming
 from ..spec import AttentionSpec, Feature
 from ..visibility import cleaned, real_keys, real_queries
 from .block_masks import SIZE, Pairs, element, number, placed, read_in_kernel, remembered_block_mask
+from .limits import no_huge_bias, rows_fit
 from .lse import NEGATIVE_INFINITY, beside_sinks
 from .order import rank_of
-from .sdpa import no_huge_bias, rows_fit, widened
+from .sdpa import widened
 
 SMALLEST_ON_CUDA = 16
 """The smallest head dim of the CUDA kernel."""

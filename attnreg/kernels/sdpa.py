@@ -17,12 +17,11 @@ from ..call import AttentionCall
 from ..capabilities import EMULATED, NATIVE, Capabilities, Reason, Support
 from ..spec import AttentionSpec, Feature
 from ..visibility import added, cleaned, real_keys, real_queries, structure
+from .limits import MOST_ROWS, flash_lacks_memory, misreads_window
 from .lse import NEGATIVE_INFINITY, with_empty_rows
 from .order import rank_of
 
 _HALF = (torch.float16, torch.bfloat16)
-_MOST_ROWS = 65535
-"""Rows of a batch in one launch: they are the second or third dimension of the CUDA kernels' grid."""
 
 
 def kernel_for(spec: AttentionSpec) -> str:
@@ -49,40 +48,6 @@ def kernel_for(spec: AttentionSpec) -> str:
 def _learned(spec: AttentionSpec) -> bool:
     """Whether what is added to the scores gets a gradient."""
     return any(name in spec.gradients for name in ("bias", "sinks", "alibi_slopes"))
-
-
-def flash_lacks_memory(spec: AttentionSpec) -> bool:
-    """aten's flash-attention can't train every head dim on cards with 100 KB of shared memory (8.6 to 8.9, 12.x)."""
-    small = (8, 6) <= spec.capability <= (8, 9) or spec.capability[0] == 12
-    size = max(spec.head_dim, spec.value_dim)
-    return small and bool(spec.gradients) and (192 < size <= 224 or (size > 224 and spec.dropout))
-
-
-def misreads_window(spec: AttentionSpec) -> bool:
-    """flash-attention 2's kernels take a right side of Sk slots or more for unlimited, and an unlimited one beside a limited left one for Sk
-    slots. Either is wrong for queries that sit before slot 0."""
-    if spec.window is None or spec.causal or spec.single_query:
-        return False
-    lengths = spec.key_lengths or spec.query_lengths or spec.key_starts
-    fewer = spec.sizes is not None and spec.sizes[1] < spec.sizes[2] and not (spec.padded or spec.page_size)
-    alike = not lengths and (not spec.key_mask or (spec.key_mask == "right" and spec.query_mask == "right"))
-    return not fewer and not (spec.equal_lengths and alike)
-
-
-def no_early_window(spec: AttentionSpec) -> Reason | None:
-    """The rule of backends with such a kernel."""
-    if not misreads_window(spec):
-        return None
-    return Reason(
-        Feature.WINDOW.value, "without causality, where a row may have more queries than keys", "with causality, or equal lengths"
-    )
-
-
-def rows_fit(spec: AttentionSpec) -> Reason | None:
-    """The rule of kernels that don't split a batch into launches. Sizes are known as powers of two, so the last half is refused too."""
-    if spec.sizes is not None and spec.sizes[0] > _MOST_ROWS:
-        return Reason("batch", f"more than {_MOST_ROWS // 2} rows", "fewer, in one launch", "sdpa takes them part by part")
-    return None
 
 
 def run_for(spec: AttentionSpec) -> Callable[[AttentionCall], Output]:
@@ -144,7 +109,7 @@ def run_around(function: Callable, call: AttentionCall, kernel: str) -> Output:
     mask, causal = (None, call.causal) if kernel == "flash" else additive_mask(call, kernel)
     if call.sinks is not None:
         key, value, mask = _with_sink_column(call, key, value, mask)
-    if query.device.type == "cuda" and query.shape[0] > _MOST_ROWS:
+    if query.device.type == "cuda" and query.shape[0] > MOST_ROWS:
         output, lse = _in_parts(function, call, query, key, value, mask, causal)
     else:
         output, lse = function(call, query, key, value, mask, causal)
@@ -177,8 +142,8 @@ def _must_copy(spec: AttentionSpec, kernel: str) -> bool:
 def _in_parts(function: Callable, call: AttentionCall, query, key, value, mask, causal) -> tuple[torch.Tensor, torch.Tensor | None]:
     """A batch too large for one launch, part by part."""
     parts = []
-    for n in range(0, query.shape[0], _MOST_ROWS):
-        rows = slice(n, n + _MOST_ROWS)
+    for n in range(0, query.shape[0], MOST_ROWS):
+        rows = slice(n, n + MOST_ROWS)
         part = mask if mask is None or mask.shape[0] == 1 else mask[rows]
         parts.append(function(call, query[rows], key[rows], value[rows], part, causal))
     outputs, lses = zip(*parts)
@@ -348,18 +313,6 @@ def _deterministic_backward(spec: AttentionSpec) -> Reason | None:
     if spec.deterministic and spec.gradients and spec.device == "cuda" and kernel_for(spec) != "math":
         return Reason(Feature.DETERMINISTIC.value, "with gradients on CUDA", "forward only, or on a CPU")
     return None
-
-
-def no_huge_bias(spec: AttentionSpec) -> Reason | None:
-    """The rule of backends without a kernel like math (`kernel_for`)."""
-    if spec.device != "cuda" or not spec.huge_bias:
-        return None
-    asked = (
-        "with gradients and finite numbers beyond 1e5" if not (spec.compiling or spec.capturing) else "with gradients, of unknown values"
-    )
-    return Reason(
-        Feature.BIAS.value, asked, "smaller ones: the weights are taken from the lse", "give -inf for what is not seen; sdpa takes all"
-    )
 
 
 def _notes(spec: AttentionSpec) -> Sequence[str]:

@@ -20,10 +20,10 @@ from ..call import AttentionCall
 from ..capabilities import NATIVE, Capabilities, Dims, Reason
 from ..packing import padding_must_fit
 from ..spec import AttentionSpec, Feature
+from .limits import flash_lacks_memory, no_early_window, rows_fit
 from .lse import with_empty_rows
 from .order import rank_of
 from .rows import lies_in_runs, notes_of_runs, rows_of, runs_of
-from .sdpa import flash_lacks_memory, no_early_window, rows_fit
 
 
 class Kernel(NamedTuple):

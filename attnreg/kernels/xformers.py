@@ -24,10 +24,11 @@ from ..capabilities import EMULATED, NATIVE, Capabilities, Reason, Support
 from ..packing import padding_must_fit
 from ..spec import AttentionSpec, Feature
 from .flash import refuse_second
+from .limits import flash_lacks_memory, no_early_window, no_huge_bias, rows_fit
 from .lse import with_empty_rows
 from .order import rank_of
 from .rows import Rows, rows_of
-from .sdpa import flash_lacks_memory, no_early_window, no_huge_bias, repeated_and_padded, roomy, rows_fit, run_around, widened
+from .sdpa import repeated_and_padded, roomy, run_around, widened
 from .varlen import padding_needs_the_host
 
 _HALF = (torch.float16, torch.bfloat16)
