@@ -163,6 +163,13 @@ class AttentionCall:
         return self.key.shape[1 if self.layout == "bshd" else 2]
 
     @property
+    def key_ends(self) -> torch.Tensor:
+        """Where each row's keys end, (B,) int32: `key_lengths`, else all slots."""
+        if self.key_lengths is not None:
+            return self.key_lengths.to(torch.int32)
+        return torch.full((self.batch,), self.key_length, dtype=torch.int32, device=self.device)
+
+    @property
     def query_heads(self) -> int:
         # index() makes the compiler take a symbolic size as the number that it is: heads and dims choose the kernel.
         return index(self.query.shape[2 if self.layout == "bshd" else 1])

@@ -152,10 +152,8 @@ def _extent(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor | None]:
     if call.key_mask is not None:
         starts, ends = call.key_padding.bounds
         return ends, starts if call.key_padding.form == "left" else None
-    lengths, starts = call.key_lengths, call.key_starts
-    if lengths is None:
-        lengths = torch.full((call.batch,), call.key_length, dtype=torch.int32, device=call.device)
-    return lengths.to(torch.int32), None if starts is None else torch.minimum(starts, lengths).to(torch.int32)
+    ends, starts = call.key_ends, call.key_starts
+    return ends, None if starts is None else torch.minimum(starts, ends).to(torch.int32)
 
 
 def _zero_past(value: torch.Tensor, end: torch.Tensor, dim: int) -> torch.Tensor:

@@ -110,10 +110,7 @@ def rows_of(call: AttentionCall) -> Rows:
     query, cu_query, longest_query, query_lengths, indices = _side((call.query,), query_padding, batch, size)
     asked = query_padding is None
     if call.pages is not None:
-        lengths = call.key_lengths
-        if lengths is None:
-            lengths = torch.full((batch,), call.key_length, dtype=torch.int32, device=call.device)
-        cu_key = pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+        cu_key = pad(call.key_ends.cumsum(0, dtype=torch.int32), (1, 0))
         longest, known = (longest_query, call.key_length), (query_lengths, None)
         pages = call.pages
         return Rows(*query, pages.keys, pages.values, cu_query, cu_key, longest, known, batch, size, indices, every_segment_asks=asked)

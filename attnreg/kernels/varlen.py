@@ -62,10 +62,7 @@ def run_varlen(call: AttentionCall) -> Output:
         return rows.nothing(call)
     query, key, value, options = rows.query, rows.key, rows.value, {}
     if call.pages is not None:
-        lengths = call.key_lengths
-        if lengths is None:
-            lengths = torch.full((call.batch,), call.key_length, dtype=torch.int32, device=call.device)
-        options = {"seqused_k": lengths.to(torch.int32), "block_table": call.pages.block_table.to(torch.int32)}
+        options = {"seqused_k": call.key_ends, "block_table": call.pages.block_table.to(torch.int32)}
     elif query.shape[-1] % 8:
         query, key, value = (pad(t, (0, -t.shape[-1] % 8)) for t in (query, key, value))
     elif not (call.spec.unit_stride and call.spec.aligned):
