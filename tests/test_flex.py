@@ -475,3 +475,13 @@ def test_a_block_mask_lies_densely_in_a_compiled_region():
     assert all(torch.equal(mine, right) for mine, right in zip(compiled, made(*arguments)))
     (outputs,) = (node.args[0] for node in graphs[0].graph.nodes if node.op == "output")
     assert len(outputs) == 8 and all("settled" in str(node.target) for node in outputs)
+
+
+def test_kinds_that_are_compiled_do_not_pile_up(monkeypatch):
+    monkeypatch.setattr(flex_module, "LIMIT", 2)
+    monkeypatch.setattr(flex_module, "_compiled", {})
+    monkeypatch.setattr(torch, "compile", lambda function, **how: function)
+    for size in range(2, 8):
+        tensors = [torch.zeros(1, 2, size, 16) for _ in range(3)]
+        flex_module._attend_for(AttentionCall(*tensors, layout="bhsd", key_mask=torch.ones(1, size, dtype=torch.bool)))
+        assert 1 <= len(flex_module._compiled) <= 2

@@ -137,6 +137,8 @@ def _attend(query, key, value, score_mod, block_mask, scale, grouped, needs_lse,
 
 
 _compiled: dict[tuple, Callable] = {}
+LIMIT = 512
+"""How many kinds stay compiled before all are forgotten: on a CPU every size may be a kind."""
 
 
 def _attend_for(call: AttentionCall) -> Callable:
@@ -163,6 +165,8 @@ def _attend_for(call: AttentionCall) -> Callable:
         kind += (call.batch, lengths)
     found = _compiled.get(kind)
     if found is None:
+        if len(_compiled) >= LIMIT:
+            _compiled.clear()
         code = _attend.__code__.replace(co_name=f"flex_attend_{len(_compiled)}")
         found = _compiled.setdefault(
             kind, torch.compile(types.FunctionType(code, globals()), fullgraph=True, dynamic=False if apart else None)
