@@ -20,6 +20,7 @@ from .attention import explain_spec
 from .call import AttentionCall, Pages
 from .packing import Padding
 from .spec import AttentionSpec
+from .version import __version__
 
 app = typer.Typer(
     name="attnreg", help="One attention call, run by the best kernel that can give exactly its meaning.", no_args_is_help=True
@@ -31,6 +32,19 @@ _BESIDE = (
     "Kernel libraries that meet: flash-attn and flash-attn-4 share the package folder flash_attn, so that 4 has to be installed last; "
     "xformers pins a torch, and leaves yours only with pip install --no-deps xformers."
 )
+
+
+def _tell_version(asked: bool) -> None:
+    if asked:
+        console.print(f"attnreg {__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def common(
+    version: Annotated[bool, typer.Option("--version", is_eager=True, callback=_tell_version, help="Which attnreg.")] = False,
+) -> None:
+    """One attention call, run by the best kernel that can give exactly its meaning."""
 
 
 @app.command()
@@ -212,7 +226,7 @@ def check(
     dtype: Annotated[list[str] | None, typer.Option(help="Again for several; by default all that are claimed.")] = None,
     profile: Annotated[str, typer.Option(help="ci, thorough, large, or jit for few kinds of calls")] = "ci",
     examples: Annotated[int | None, typer.Option(help="Calls a check at most, where each takes long.", min=1)] = None,
-    sizes: Annotated[str | None, typer.Option(help="small, few or compiled (for backends that compile for each), or large")] = None,
+    sizes: Annotated[str | None, typer.Option(help="small, mixed, few or compiled (for backends that compile for each), or large")] = None,
     kinds: Annotated[
         int | None, typer.Option(min=1, help="For kernels that are compiled: kinds of calls for each check; 1 makes the fewest.")
     ] = None,

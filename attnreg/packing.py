@@ -363,8 +363,8 @@ def padding_must_fit(spec: AttentionSpec) -> Reason | None:
         asked = f"causal, window or alibi with lengths or starts beside masks ({forms})"
         remedy = "say the padding in one way: lengths and starts alone, or Padding alone"
     elif "any" in (spec.key_mask, spec.query_mask):
-        asked = f"causal, window or alibi with padding ({forms}) that was not found to keep every distance when it is dropped"
-        remedy = "declare it: attnreg.packing.Padding.from_lengths(..., side=...) for keys and queries, or pad on the left"
+        asked = f"causal, window or alibi with padding ({forms}) that is not known to keep every distance when it is dropped"
+        remedy = "declare it: attnreg.packing.Padding.from_lengths(..., side=...) for keys and queries; a bare mask is looked at where what packs is ready"
     else:
         asked = f"causal, window or alibi with padding ({forms}) that moves queries against keys when it is dropped"
         remedy = "give the same attnreg.packing.Padding as key_mask and query_mask, or key_lengths and query_lengths"

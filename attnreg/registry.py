@@ -129,6 +129,9 @@ def check_name(name: str, argument: str, *, families: bool = True) -> None:
         return
     near = difflib.get_close_matches(name, known, 1)
     text = f"{argument}: no backend is called {name!r}"
+    members = sorted(b.name for b in _registry.backends.values() if b.family == name)
+    if members:
+        raise LookupError(f"{argument}: {name!r} is a family; here one of {', '.join(members)}")
     text += f"; did you mean {near[0]!r}?" if near else "."
     text += f" Known: {', '.join(sorted(known))}."
     if _registry.failures:

@@ -745,3 +745,11 @@ def test_a_page_that_came_to_be_shared_is_copied_by_whoever_appends():
     assert set(cache[0]._tables[0]).isdisjoint(other[0]._tables[0])
     append_to(other[0], 4.0)
     assert [c[0].contents()[0].flatten().tolist()[::4] for c in (cache, other)] == [[1.0, 2.0, 3.0], [1.0, 2.0, 4.0]]
+
+
+def test_saving_without_safetensors_says_what_to_install(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
+    for act in ("save", "load"):
+        with pytest.raises(ModuleNotFoundError, match=rf"{act}: needs safetensors; pip install 'attnreg\[cache\]'"):
+            getattr(DynamicCache(), act)(tmp_path / "past")

@@ -176,3 +176,11 @@ def test_new_backend(tmp_path):
 def test_help_loads_no_kernel_library():
     code = "import sys; from attnreg.cli import app; print([m for m in sys.modules if m.split('.')[0] in ('flash_attn', 'xformers', 'transformers', 'hypothesis')])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+
+
+def test_the_version_and_a_family():
+    from attnreg.version import __version__
+
+    assert run("--version").output.strip() == f"attnreg {__version__}"
+    said = run("check", "flash")
+    assert said.exit_code == 2 and "a family; here one of flash2, flash3, flash4" in said.output

@@ -91,14 +91,18 @@ def _restore(layer: Any, content: dict[str, torch.Tensor] | None) -> None:
 
 
 def save(cache: Any, path: Any) -> None:
-    from safetensors.torch import save_file
-
+    try:
+        from safetensors.torch import save_file
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError("save: needs safetensors; pip install 'attnreg[cache]'", name="safetensors") from error
     save_file(state_dict(cache), path, metadata={"format": "attnreg cache", "version": "1"})
 
 
 def load(cache: Any, path: Any) -> None:
-    from safetensors import SafetensorError, safe_open
-
+    try:
+        from safetensors import SafetensorError, safe_open
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError("load: needs safetensors; pip install 'attnreg[cache]'", name="safetensors") from error
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}

@@ -17,7 +17,7 @@ from .tensors import autocast, check_device, check_tensor
 if TYPE_CHECKING:
     from ..call import AttentionCall
 
-CHECK_DEVICE = os.environ.get("ATTNREG_CHECK", "") == "1"
+CHECK_DEVICE = os.environ.get("ATTNREG_CHECK", "").strip().lower() not in ("", "0", "false", "no", "off")
 """Whether device-side assertions look at lengths and cu_seqlens on a GPU (they are always looked at on a CPU)."""
 
 
