@@ -120,7 +120,7 @@ def test_a_refused_padding_says_which_case_it_is():
     (reason,) = flash2.claims("2.8.3").reasons_against(spec(key_mask=right, causal=True))
     assert "keys right, queries unmasked" in reason.asked and "Padding" in reason.remedy
     (reason,) = flash2.claims("2.8.3").reasons_against(spec(key_mask=right.mask, causal=True))
-    assert "not found to keep" in reason.asked and "from_lengths" in reason.remedy
+    assert "not known to keep" in reason.asked and "from_lengths" in reason.remedy
 
 
 def test_compiled_and_captured_calls_never_wait_for_the_device():
