@@ -272,7 +272,7 @@ def test_refused_where_packing_would_move_queries():
     query, key, value = tensors()
     with pytest.raises(attnreg.NoBackendError) as error:
         attnreg.attention(query, key, value, causal=True, key_mask=right(4, 7), backend="flash2")
-    assert "moves queries against keys" in str(error.value) or "not found to keep" in str(error.value)
+    assert "moves queries against keys" in str(error.value) or "not known to keep" in str(error.value)
 
 
 def test_one_packing_for_all_layers(monkeypatch):
