@@ -485,3 +485,15 @@ def test_kinds_that_are_compiled_do_not_pile_up(monkeypatch):
         tensors = [torch.zeros(1, 2, size, 16) for _ in range(3)]
         flex_module._attend_for(AttentionCall(*tensors, layout="bhsd", key_mask=torch.ones(1, size, dtype=torch.bool)))
         assert 1 <= len(flex_module._compiled) <= 2
+
+
+@pytest.mark.parametrize("keys", [8, 24])
+@pytest.mark.parametrize("dim", [8, 16])
+def test_narrow_heads_on_a_cpu_with_eight_keys_left_over(dim, keys):
+    """torch 2.13's kernel, compiled, writes past the end of its buffer there."""
+    torch.manual_seed(0)
+    query, key, value = torch.randn(2, 9, 2, dim), torch.randn(2, keys, 2, dim), torch.randn(2, keys, 2, dim)
+    with torch.no_grad():
+        for _ in range(3):
+            output = attnreg.attention(query, key, value, softcap=20.0, backend="flex")
+    torch.testing.assert_close(output, attnreg.attention(query, key, value, softcap=20.0, backend="reference"), atol=1e-5, rtol=1e-5)

@@ -50,6 +50,9 @@ def run_flex(call: AttentionCall, attend: Callable | None = None) -> Output:
         query, key, value = (tensor.clone(memory_format=torch.contiguous_format) for tensor in (query, key, value))
     if spec.device == "cuda":
         query, key, value = (_at_least(tensor, SMALLEST_ON_CUDA) for tensor in (query, key, value))
+    elif spec.device == "cpu":
+        # torch's CPU kernel multiplies by head dims of 8 and 16 as if keys came in sixteens: wrong numbers where 8 are left over (torch 2.13).
+        query, key = (_at_least(tensor, 24) for tensor in (query, key))
     needs_lse = call.return_lse or call.sinks is not None
     # The default scale is a constant of the head dim. Any other one is a number that the kernel reads.
     constant = 1.0 if spec.scale else 1.0 / math.sqrt(call.head_dim)
