@@ -145,9 +145,10 @@ def attention(
         try:
             asked = (
                 causal, window, softcap, scale, dropout_p, finite_padding, layout, n_heads, n_kv_heads, return_lse, max_seqlens,
-                tuple(backend) if backend.__class__ is list else backend, lengths, layer, deterministic, _deterministic(), _grad_enabled(), scope, query.is_cuda and on_device(query, key, value),
+                tuple(backend) if backend.__class__ is list else backend, lengths, layer, deterministic, _deterministic(), _grad_enabled(),
+                scope, query.is_cuda and on_device(query, key, value),
                 query.is_nested or key.is_nested or value.is_nested,  # at which the guard of a plan would end the process
-                cache and type(cache), options and tuple(map(signature_of, options.values())), forward_ad._current_level,
+                None if cache is None else type(cache), options and tuple(map(signature_of, options.values())), forward_ad._current_level,
             )  # fmt: skip
             # The layers of a model repeat one call, which is found by comparing alone.
             plan = remembered.get(plans.LATEST)

@@ -7,6 +7,7 @@ import contextvars
 import fnmatch
 import functools
 import os
+import re
 import threading
 from collections.abc import Collection, Iterator, Sequence
 from types import NoneType
@@ -186,7 +187,7 @@ def in_force(backend: Names | None, layer: str | None, scope: Scope | None) -> P
         matching = [pattern for pattern in layers if fnmatch.fnmatchcase(layer, pattern)]
         if matching:
             # max keeps the first of equals, so the latest comes first.
-            best = max(reversed(matching), key=lambda pattern: sum(c not in "*?[]" for c in pattern))
+            best = max(reversed(matching), key=lambda pattern: len(re.sub(r"\[.[^]]*\]|[*?]", "", pattern)))
             return Policy(layers[best], f"use(..., layers={best!r})", **modes)
     if process.order is not None:
         return Policy(process.order, "use(...) for this process", **modes)

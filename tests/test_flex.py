@@ -497,3 +497,5 @@ def test_narrow_heads_on_a_cpu_with_eight_keys_left_over(dim, keys):
         for _ in range(3):
             output = attnreg.attention(query, key, value, softcap=20.0, backend="flex")
     torch.testing.assert_close(output, attnreg.attention(query, key, value, softcap=20.0, backend="reference"), atol=1e-5, rtol=1e-5)
+    told = attnreg.explain(query, key, value, softcap=20.0, backend="flex").notes
+    assert any("pads head dims below 24" in note for note in told)

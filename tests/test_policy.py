@@ -220,3 +220,11 @@ def test_a_list_of_names_is_remembered_as_one_name_is(monkeypatch):
 
     monkeypatch.setattr(attnreg.attention.__globals__["_checked"].__globals__["AttentionCall"], "__init__", checked)
     assert ran(backend=["flash3", "sdpa"]) == "sdpa"
+
+
+def test_the_characters_of_a_class_are_not_literal():
+    attnreg.use("reference", layers="layers.3.*")
+    attnreg.use("sdpa", layers="layers.[0-9].*")
+    assert ran(layer="layers.3.attn") == "reference" and ran(layer="layers.4.attn") == "sdpa"
+    for pattern in ("layers.3.*", "layers.[0-9].*"):
+        attnreg.use(None, layers=pattern)

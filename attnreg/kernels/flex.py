@@ -29,6 +29,9 @@ from .sdpa import widened
 
 SMALLEST_ON_CUDA = 16
 """The smallest head dim of the CUDA kernel."""
+SMALLEST_ON_CPU = 24
+"""Below it torch's compiled product with the keys takes them by sixteens: at head dims 8 and 16, and 8 keys left over, it writes past its
+buffer and the numbers are wrong (torch 2.13)."""
 SCORES_WORTH_COMPILING = 2**24
 """From how many scores on, B * Hq * Sq * Sk, the reference on a CPU takes seconds too, at every call."""
 
@@ -51,8 +54,7 @@ def run_flex(call: AttentionCall, attend: Callable | None = None) -> Output:
     if spec.device == "cuda":
         query, key, value = (_at_least(tensor, SMALLEST_ON_CUDA) for tensor in (query, key, value))
     elif spec.device == "cpu":
-        # torch's CPU kernel multiplies by head dims of 8 and 16 as if keys came in sixteens: wrong numbers where 8 are left over (torch 2.13).
-        query, key = (_at_least(tensor, 24) for tensor in (query, key))
+        query, key = (_at_least(tensor, SMALLEST_ON_CPU) for tensor in (query, key))
     needs_lse = call.return_lse or call.sinks is not None
     # The default scale is a constant of the head dim. Any other one is a number that the kernel reads.
     constant = 1.0 if spec.scale else 1.0 / math.sqrt(call.head_dim)
@@ -238,6 +240,8 @@ def _notes(spec: AttentionSpec) -> Sequence[str]:
     notes = [f"compiles a kernel at the first call of a {'kind and size' if _apart(spec) else 'kind'}, which takes seconds"]
     if spec.device == "cuda" and min(spec.head_dim, spec.value_dim) < SMALLEST_ON_CUDA:
         notes.append(f"pads head dims below {SMALLEST_ON_CUDA} in copies of query, key and value")
+    if spec.device == "cpu" and spec.head_dim < SMALLEST_ON_CPU:
+        notes.append(f"pads head dims below {SMALLEST_ON_CPU} in copies of query and key")
     if spec.padded and not spec.finite_padding:
         notes.append("cleans padding in copies of query, key and value; finite_padding=True spares them")
     if not spec.unit_stride:
